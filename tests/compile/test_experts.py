@@ -246,7 +246,10 @@ def other_readers(rank: int, world_size: int) -> None:
         return gemma(residual, weight), residual
 
     given = inputs(rank, 2, bf16)
-    for fn, note in ((needed, "mul reads the sum before it is reduced"), (three_dimensions, "is not a matrix")):
+    for fn, note in (
+        (needed, "mul reads the sum before it is reduced"),
+        (three_dimensions, "is not a matrix"),
+    ):
         report = check_fused(symbolic_trace(fn), given, "transformers", communicator=comm())
         assert note in report.fused[0].note, str(report)
     report = check_fused(symbolic_trace(no_start), given, "rounded", communicator=comm())

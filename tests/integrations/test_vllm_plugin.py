@@ -223,12 +223,12 @@ def test_a_seam_that_cannot_be_changed_is_said_and_keeps_this_rank_from_fusing(
     install.install()
     failures[seams.CONFIG](KeyError("fuse_allreduce_rms"))
     assert engine.STATE.broken == ""
-    assert "fused only where fuse_allreduce_rms is set" in caplog.text
+    assert "fused only if fuse_allreduce_rms is set" in caplog.text
     assert "KeyError: 'fuse_allreduce_rms'" in caplog.text
     for name in (seams.PASS_CONFIG, seams.PASS_MANAGER, seams.WORKER):
         failures[name](AttributeError("gone"))
         assert engine.STATE.broken == f"{name} could not be changed: AttributeError: gone"
-    assert "nothing is fused: AttributeError: gone" in caplog.text
+    assert "AttributeError: gone" in caplog.text
 
 
 def test_vllm_is_imported_without_the_switch_too(
@@ -278,7 +278,7 @@ def test_the_entry_point_never_raises(
     monkeypatch.setattr(install, "install", broken)
     monkeypatch.setattr(plugin, "_registered", False)
     plugin.register()
-    assert "nothing is fused: RuntimeError: no luck" in caplog.text
+    assert "RuntimeError: no luck" in caplog.text
 
 
 def test_loading_it_imports_no_vllm() -> None:
@@ -333,7 +333,7 @@ def test_a_default_of_vllm_stays_when_ours_fails(
     monkeypatch.setattr(switch, "obstacle", broken)
     monkeypatch.setattr(switch, "_announcer", switch.Announcer(logging.getLogger("vllm.allnorm")))
     assert default(config_with({})) is True
-    assert "nothing is fused: RuntimeError: no luck" in caplog.text
+    assert "RuntimeError: no luck" in caplog.text
 
 
 def test_additional_config_that_is_no_dictionary_is_left_alone(
@@ -402,7 +402,7 @@ def test_the_agreement_of_eager_models_never_raises(
     monkeypatch.setattr(engine, "STATE", engine.State(vllm_config=config_with({}, on=True)))
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert engine.communicator_for_eager() is None
-    assert "nothing is fused, vLLM runs as it is" in caplog.text
+    assert "nothing is fused, vLLM runs without allnorm" in caplog.text
     assert engine.communicator_for_eager() is None
     assert len(caplog.records) == 1
 
@@ -414,7 +414,7 @@ def test_a_pass_that_cannot_be_made_is_vllms_own(
     module: Any = types.SimpleNamespace(AllReduceFusionPass=lambda config: "stock")
     fusion_pass.patch_pass_manager(module)
     assert module.AllReduceFusionPass(object()) == "stock"
-    assert "graphs are left to vLLM's own pass" in caplog.text
+    assert "graphs are fused by vLLM's own pass" in caplog.text
 
 
 # ---- norms --------------------------------------------------------------------------------------

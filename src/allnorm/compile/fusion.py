@@ -490,7 +490,10 @@ def _missed(site: Site, reason: str) -> Site:
 def _check_group(reduction: Reduction, groups: Collection[str]) -> None:
     if groups and reduction.named_by_caller and reduction.group not in groups:
         names = ", ".join(sorted(groups))
-        raise Missed(f"it reduces over group {reduction.group!r}: expected {names}")
+        raise Missed(
+            f"it reduces over group {reduction.group!r}, the communicator over {names}: pass a "
+            "communicator of its group"
+        )
 
 
 def _site(values: Values, shapes: Shapes, found: _Found) -> Site:

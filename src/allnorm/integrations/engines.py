@@ -1,8 +1,8 @@
-"""What the plugins for serving engines share: the switch, the communicator, what is said.
+"""Shared parts of the plugins for serving engines: the switch, the communicator, log messages.
 
-A plugin decides as all ranks of its tensor-parallel group do, or the engine hangs: one rank would
-wait in a fused call for ranks that make an unfused one. So the reasons not to fuse are gathered
-from every rank, and the first one counts for all. Nothing here raises into an engine.
+All ranks of a tensor-parallel group must decide alike. Otherwise the engine hangs: one rank waits
+in a fused call for peers that make an unfused one. So every rank's reason not to fuse is gathered:
+if any rank has one, no rank fuses, and the first reason is reported. Nothing raises into an engine.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MIN_WORKSPACE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks of a group agreed on.
+    """The decision of all ranks of a group.
 
     Attributes:
-        communicator: runs the fused calls; None: nothing is fused.
-        reason: why nothing is fused, in one sentence; empty if there is a communicator.
+        communicator: the communicator of the fused calls; None if nothing is fused.
+        reason: one sentence, why nothing is fused; empty if there is a communicator.
     """
 
     communicator: allnorm.Communicator | None
@@ -41,9 +41,9 @@ class Outcome:
 
 
 def disabled_reason() -> str:
-    """Returns why this process must not fuse, as far as its environment says; empty if it may.
+    """Returns why the environment of this process forbids fusing; empty if it does not.
 
-    Not collective: pass it on as the `obstacle` of `engine_communicator`.
+    Not collective: pass the reason as `obstacle` to `engine_communicator`.
     """
     try:
         settings = config.read_settings()
@@ -63,25 +63,25 @@ def engine_communicator(
     obstacle: str = "",
     early_trigger: bool = False,
 ) -> Outcome:
-    """Returns the communicator of an engine's tensor-parallel group, or why no rank gets one.
+    """Makes the communicator of an engine's tensor-parallel group, or returns why no rank gets one.
 
-    Collective: every rank of the group calls it, before any CUDA graph is captured, also one that
-    has an obstacle. Never raises, if the group itself works.
+    Collective: every rank of the group calls it before any CUDA graph is captured, including ranks
+    that have an obstacle. Never raises, as long as the group itself works.
 
     Args:
         group: the tensor-parallel group.
-        device: of this rank's tensors; its index need not be the rank.
-        hidden_size: of the model.
-        max_tokens: the most rows that the engine reduces at once; decides the workspace. More rows
-            are cut into chunks.
-        dtype: of the model.
-        numerics: rounding mode of calls that name none.
+        device: the device of this rank's tensors; its index need not be the rank.
+        hidden_size: the model's hidden size.
+        max_tokens: the largest number of rows that the engine reduces at once, which determines the
+            size of the workspace. Calls with more rows run in chunks.
+        dtype: the model's dtype.
+        numerics: the default rounding mode of the communicator.
         obstacle: why this rank cannot fuse; empty if it can.
-        early_trigger: as for `Communicator`. False by default: kernels of an engine that are
-            launched with programmatic dependent launch are not ours to trust.
+        early_trigger: as for `Communicator`. False by default: an engine's kernels that use
+            programmatic dependent launch may not wait as they must.
 
     Returns:
-        The same on every rank.
+        The decision, equal on every rank.
     """
     if not obstacle and dtype not in _DTYPES:
         obstacle = f"the model computes in {dtype}: expected bfloat16, float16 or float32"
@@ -114,7 +114,7 @@ def engine_communicator(
 
 
 def _first_reason(group: dist.ProcessGroup, own: str) -> str:
-    """Returns the first rank's reason, on every rank. Collective."""
+    """Returns the reason of the lowest rank that has one, on every rank. Collective."""
     return first_reason(_gathered(group, own))
 
 
@@ -126,16 +126,16 @@ def _gathered(group: dist.ProcessGroup, own: str) -> list[str]:
 
 
 def _workspace_bytes(hidden_size: int, max_tokens: int, dtype: torch.dtype) -> int | None:
-    """For the most rows in one launch, within bounds; None if the user says how much."""
+    """Returns a size for the most rows in one launch, within bounds; None if the user set one."""
     if config.read_settings().workspace_bytes is not None:
         return None
-    # A large phase, four ninths, holds the partial sums of all rows and their sums, and more.
+    # A large phase, four ninths of the workspace, holds the partial sums and the sums of all rows.
     rows = 7 * max_tokens * hidden_size * dtype.itemsize
     return max(_MIN_WORKSPACE_BYTES, min(_MAX_WORKSPACE_BYTES, rows))
 
 
 def _try_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Launches a kernel that waits for nobody: one that is not built for this GPU fails here."""
+    """Launches a kernel that waits for no peer: it fails if kernels are not built for this GPU."""
     x = torch.ones((1, 64), dtype=dtype, device=device)
     normed, _ = allnorm.add_rms_norm(x, None, torch.ones(64, dtype=dtype, device=device), 0.0)
     if not bool((normed == 1).all()):
@@ -143,16 +143,16 @@ def _try_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None, str, str]:
-    """Where ranks of a group decide later on what all of them do.
+    """Opens the verdicts by which the ranks of a group decide on each graph later.
 
-    Collective, after the ranks agreed that they fuse.
+    Collective, after the ranks agreed to fuse.
 
     Args:
         group: the tensor-parallel group.
-        word: of rank 0, for all ranks.
+        word: a text that rank 0 gives to all ranks; ignored on other ranks.
 
     Returns:
-        The verdicts, or None and the reason why there can be none; then rank 0's word.
+        The verdicts, or None and the reason why they cannot be opened; then rank 0's word.
     """
     mine: Any = None
 
@@ -161,7 +161,7 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
         mine = distributed_c10d._get_default_store()
         return ""
 
-    # What was asked in another group, or before, is another question.
+    # Verdicts of other groups, and earlier ones, must not share keys with these.
     (first, said), *_ = map(json.loads, _gathered(group, json.dumps([uuid.uuid4().hex, word])))
     reason = _first_reason(group, attempt(step))
     if reason or mine is None:
@@ -172,35 +172,35 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
         store,
         dist.get_rank(group),
         dist.get_world_size(group),
-        # Who does not come may be waiting in a call meanwhile.
+        # A rank that does not answer may be waiting in a call: give up before that wait times out.
         patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
     )
     return verdicts, "", said
 
 
 def wants_gradient(*tensors: torch.Tensor) -> bool:
-    """Returns whether autograd would record a call with them, which a fused call refuses."""
+    """Returns whether autograd would record a call with these tensors, which fused calls refuse."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def attempt(step: Callable[[], str]) -> str:
-    """What the step returns, a reason or nothing; what it raises, in words, is a reason too."""
+    """Runs a step that returns a reason or ""; an exception becomes a reason too."""
     try:
         return step()
-    except Exception as error:  # noqa: BLE001 - an engine goes on without the fusion
+    except Exception as error:  # noqa: BLE001 - the engine continues without fused calls
         return in_words(error)
 
 
 def in_words(error: Exception) -> str:
-    """What went wrong, in one sentence."""
+    """Returns the class and message of an error."""
     return f"{type(error).__name__}: {error}"
 
 
 class Announcer:
-    """Says each thing once in a process: what was fused as INFO, why nothing is as a warning.
+    """Logs each message once per process.
 
     Args:
-        logger: the engine's, so that its users see the line.
+        logger: a logger of the engine, so that its users see the messages.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -208,11 +208,11 @@ class Announcer:
         self._said: set[str] = set()
 
     def info(self, text: str) -> None:
-        """Logs at INFO, unless it was said before."""
+        """Logs at INFO, unless the text was logged before."""
         self._say(logging.INFO, text)
 
     def warning(self, text: str) -> None:
-        """Logs a warning, unless it was said before."""
+        """Logs a warning, unless the text was logged before."""
         self._say(logging.WARNING, text)
 
     def _say(self, level: int, text: str) -> None:

@@ -1,7 +1,7 @@
-"""The SGLang plugin: its all-reduces and the norms after them run in one launch.
+"""The SGLang plugin: fuses SGLang's all-reduces with the norms after them.
 
-SGLang finds `register` by its entry point, `sglang.srt.plugins`, in every process that it starts.
-Nothing of SGLang is imported before that call. docs/sglang.md says what is hooked and what is not.
+SGLang calls `register` through the entry point `sglang.srt.plugins`, in every process that it
+starts. No module of SGLang is imported before. docs/sglang.md lists what is hooked.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ _registered: list[str] = []
 
 
 def register() -> None:
-    """Registers the hooks with SGLang, which applies them when this returns.
+    """Registers the hooks with SGLang, which applies them after this returns.
 
-    Idempotent. Never raises: whatever stands against the fusion, SGLang goes on without it. Whether
-    calls are fused is decided later, by all ranks together, when SGLang warms up a model.
+    Idempotent. Never raises: if something prevents the fusion, SGLang runs without it. All ranks
+    decide together whether to fuse calls later, when SGLang warms up a model.
     """
     if _registered:
         return
     if torch.version.hip is not None or not torch.cuda.is_available():
-        announcer.info("nothing changes in SGLang: this process sees no NVIDIA GPU")
+        announcer.info("SGLang runs without fused reductions: this process sees no NVIDIA GPU")
         return
     install()
 
 
 def install() -> bool:
-    """Registers the hooks whatever the hardware; whether that was possible.
+    """Registers the hooks on any hardware; returns whether that was possible.
 
-    Raises:
-        Nothing: what is missing in SGLang is logged as a warning.
+    Never raises: a warning names what SGLang lacks.
     """
     if _registered:
         return True
@@ -40,7 +39,7 @@ def install() -> bool:
         from allnorm.integrations.sglang.hooks import HOOKS
 
         _registered.extend(seams.register(seams.probe(), HOOKS))
-    except Exception as error:  # noqa: BLE001 - the engine goes on without the fusion
+    except Exception as error:  # noqa: BLE001 - the engine continues without fused calls
         announcer.warning(f"SGLang runs without fused reductions: {error}")
         return False
     return True

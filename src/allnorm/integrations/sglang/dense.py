@@ -1,11 +1,11 @@
-"""Dense models of SGLang 0.5.17, which reduces their sums where they arise, not at the norm.
+"""Wires dense models of SGLang 0.5.17, whose row-parallel layers reduce their own sums.
 
-In 0.5.23 a layer hands its partial sum to the next one, and the gate is all that is needed. In
-0.5.17 the row-parallel layer of a dense model reduces, and the norm after it does not know. The two
-are told of each other here: the layer leaves its sum, the norm completes it.
+In 0.5.23 a layer passes its partial sum on, and the gate alone makes the norm complete it. In
+0.5.17 the row-parallel layer of a dense model reduces. This module changes the layer so that it
+leaves its partial sum, and the norm after it so that it completes that sum.
 
-Only classes whose forward was read are touched, by their exact type: nothing but the norm may look
-at what such a layer returns.
+It changes only classes whose forward is known, matched by their exact type, because nothing but the
+norm may read the output of such a layer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ _MODELS = "sglang.srt.models."
 
 @dataclass(frozen=True)
 class Family:
-    """What the forward of a decoder layer does with its sums and norms.
+    """A class of decoder layers: how its forward uses its sums and norms.
 
     Attributes:
-        attention: its attention's sum goes to `norm` only, past `post_attention`. False: SGLang
-            leaves that one to the norm already.
-        tuple_input: the layer hands whatever its first norm returns to `qkv_proj`.
-        reader: whether `mlp.gate_up_proj` is the only reader of `norm`, which takes FP8 then.
-        norm: of the residual, behind the attention; empty: the layer adds by itself.
-        post_attention: a norm of the attention's sum, before the residual is added.
-        post_mlp: the same of the MLP's.
-        scale: the attribute of the layer that both sums are multiplied by.
+        attention: whether the attention's sum is wired to `norm`. False: SGLang leaves that sum to
+            the norm already.
+        tuple_input: whether the layer passes the first norm's result to `qkv_proj` unchanged, so
+            that it may be a tuple.
+        reader: whether `mlp.gate_up_proj` is the only reader of `norm`, so that it may take FP8.
+        norm: the name of the norm after the attention's residual add; empty if the layer adds the
+            residual itself.
+        post_attention: the name of the norm of the attention's sum before the residual add.
+        post_mlp: the name of the norm of the MLP's sum before the residual add.
+        scale: the name of the layer's attribute that both sums are multiplied by.
     """
 
     attention: bool = True
@@ -50,14 +52,14 @@ _GEMMA = Family(
     post_attention="post_attention_layernorm",
     post_mlp="post_feedforward_layernorm",
 )
-# They add what their post norms return themselves, out of sight: those alone are fused.
+# These layers add the post norm's result in their own forward, so only the post norm is fused.
 _ADDS_ITSELF = Family(
     norm="", post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
 )
 FAMILIES = {
     _MODELS + "llama.LlamaDecoderLayer": Family(tuple_input=True, reader=True),
     _MODELS + "qwen2.Qwen2DecoderLayer": Family(tuple_input=True, reader=True),
-    # It asks the first norm's result for its shape.
+    # Its attention reads the shape of the first norm's result, which therefore must be a tensor.
     _MODELS + "qwen3.Qwen3DecoderLayer": Family(attention=False, reader=True),
     _MODELS + "gemma2.Gemma2DecoderLayer": _GEMMA,
     _MODELS + "gemma3_causal.Gemma3DecoderLayer": _GEMMA,
@@ -80,14 +82,14 @@ STACKS = tuple(
 
 @dataclass(frozen=True)
 class Site:
-    """A row-parallel layer and the norm that is to complete its sum.
+    """A row-parallel layer and the norm that completes its sum.
 
     Attributes:
-        linear: the layer.
-        norm: adds the residual; None: `post` completes the sum.
-        post: norms the sum before the residual is added; None: nothing does.
-        layer: of the model.
-        scale: the attribute of it that the sum is multiplied by; empty: nothing is.
+        linear: the row-parallel layer.
+        norm: the norm that adds the residual; None if `post` completes the sum.
+        post: the norm of the sum before the residual is added; None if there is none.
+        layer: the decoder layer.
+        scale: the name of the decoder layer's attribute that scales the sum; empty for none.
     """
 
     linear: Any
@@ -98,26 +100,26 @@ class Site:
 
 
 def sites(model: torch.nn.Module, world_size: int, *, hidden_states_leave: bool) -> list[Site]:
-    """Returns the pairs in a model that can be wired; changes nothing.
+    """Returns the sites of a model that can be wired; changes nothing.
 
     Args:
-        model: as SGLang loaded it.
-        world_size: of the tensor-parallel group.
-        hidden_states_leave: something may read the sum between two layers, as speculative decoding
-            does: then only sums within a layer are taken.
+        model: the model as SGLang loaded it.
+        world_size: size of the tensor-parallel group.
+        hidden_states_leave: whether other code may read the hidden states between two layers, as
+            speculative decoding does. Then only sums within a layer are wired.
     """
     found = []
     for stack in model.modules():
         if _path(stack) in STACKS:
             found += list(_sites_of(stack, hidden_states_leave))
     found = [site for site in found if _leaves_its_sum(site.linear, world_size)]
-    # A scale is one attribute for both sums of a layer.
+    # One attribute scales both sums of a layer, so both are wired or neither is.
     scaled = [id(site.layer) for site in found if site.scale]
     return [site for site in found if not site.scale or scaled.count(id(site.layer)) == 2]
 
 
 def wire(pairs: list[Site]) -> None:
-    """Lets each linear layer leave its sum, and each norm complete it."""
+    """Makes each linear layer leave its partial sum, and each norm complete it."""
     scales = [getattr(site.layer, site.scale) if site.scale else 1.0 for site in pairs]
     for site, scale in zip(pairs, scales, strict=True):
         site.linear.reduce_results = False
@@ -127,14 +129,14 @@ def wire(pairs: list[Site]) -> None:
             complete_sums_in(site.norm)
         else:
             complete_sums_in(site.norm, Before(site.post, scale))
-        if site.scale:  # the norm multiplies, once the sum is complete
+        if site.scale:  # the fused call scales the complete sum instead
             setattr(site.layer, site.scale, 1.0)
 
 
 def consumers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Norms of a model and the only layer that reads each, where that is known.
+    """Yields each norm whose only reader is known, and that layer.
 
-    0.5.23 keeps that layer at the norm. For the families above it is known.
+    In 0.5.23 the norm has an attribute with that layer. For 0.5.17 it follows from `FAMILIES`.
     """
     for module in model.modules():
         family = FAMILIES.get(_path(module))
@@ -151,7 +153,7 @@ def consumers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.n
 def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
     if getattr(stack, "layers_to_capture", None):
         hidden_states_leave = True
-    # Stacks without these are never cut into stages.
+    # Stacks without these attributes do not support pipeline stages.
     start, end = getattr(stack, "start_layer", 0), getattr(stack, "end_layer", None)
     layers = list(stack.layers)[start:end]
     is_last = not hasattr(stack, "pp_group") or stack.pp_group.is_last_rank
@@ -161,7 +163,7 @@ def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
             continue
         after_attention = getattr(layer, family.post_attention, None)
         after_mlp = getattr(layer, family.post_mlp, None)
-        if not family.norm:  # complete when they leave the layer
+        if not family.norm:  # both sums are complete at the end of the layer
             yield Site(layer.self_attn.o_proj, None, after_attention)
             yield Site(layer.mlp.down_proj, None, after_mlp)
             continue
@@ -180,7 +182,7 @@ def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
 
 
 def _leaves_its_sum(linear: Any, world_size: int) -> bool:
-    """Returns whether a layer reduces over exactly the ranks of the communicator, and can leave it."""
+    """Returns whether a layer reduces over all ranks of the communicator and may leave its sum."""
     return (
         _path(linear) == "sglang.srt.layers.linear.RowParallelLinear"
         and linear.reduce_results
@@ -193,10 +195,10 @@ def _leaves_its_sum(linear: Any, world_size: int) -> bool:
 
 
 def _num_ranks(linear: Any) -> int:
-    """Over how many ranks of the tensor-parallel group a layer reduces; 0: of another group."""
+    """Returns over how many tensor-parallel ranks a layer reduces; 0 for a different group."""
     if hasattr(linear, "tp_size"):
         return int(linear.tp_size)
-    if linear.parallel_group not in (None, "tp"):  # 0.5.23 keeps the group by its name
+    if linear.parallel_group not in (None, "tp"):  # 0.5.23 stores the group's name
         return 0
     return int(linear.tp_group.world_size)
 

@@ -1,6 +1,6 @@
-"""What SGLang says of the run: its groups, its switches, and why they may rule the fusion out.
+"""Reads SGLang's groups and settings, and the reasons that they give against fused calls.
 
-Everything here is the same on all ranks of a tensor-parallel group: it comes from the settings.
+All values come from the settings, so they are equal on all ranks of a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Engine:
     Attributes:
         model: the loaded module.
         group: SGLang's coordinator of the tensor-parallel group.
-        device: of this rank.
-        dtype: of the model.
-        hidden_size: of the model.
-        max_tokens: the most rows of one forward pass, as far as the settings say.
-        multiplexed: prefill and decode run at the same time, on two streams.
+        device: this rank's device.
+        dtype: the model's dtype.
+        hidden_size: the model's hidden size.
+        max_tokens: the largest number of rows of one forward pass, by the settings.
+        multiplexed: whether prefill and decode run concurrently on two streams.
     """
 
     model: torch.nn.Module
@@ -40,8 +40,8 @@ class Engine:
     multiplexed: bool
 
 
-# What is read of SGLang's objects. A field that is gone would be a setting that is not heeded, so
-# each is checked before it is read.
+# Fields of SGLang's objects that are read. Each is checked first: a setting that SGLang has renamed
+# must not be ignored.
 _RUNNER = (
     *("device", "model", "dtype", "model_config.hidden_size"),
     *("server_args.chunked_prefill_size", "server_args.enable_pdmux"),
@@ -58,10 +58,10 @@ _EXECUTION = (
 
 
 def group_of(runner: Any) -> tuple[Any, dist.ProcessGroup, torch.device]:
-    """SGLang's coordinator of the tensor-parallel group, the group in it, this rank's device.
+    """Returns SGLang's coordinator of the tensor-parallel group, the group, and this rank's device.
 
     Raises:
-        UnsupportedError: SGLang is not as this plugin knows it; the same on all ranks.
+        UnsupportedError: SGLang lacks an expected field; on all ranks.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -72,15 +72,15 @@ def group_of(runner: Any) -> tuple[Any, dist.ProcessGroup, torch.device]:
     device = torch.device(runner.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    # The one that carries tensors of the device; never the one of all processes.
+    # The coordinator's group for tensors of this device; never the group of all processes.
     return group, group.device_group if device.type == "cuda" else group.cpu_group, device
 
 
 def engine_of(runner: Any, group: Any, device: torch.device) -> Engine:
-    """Reads what is needed from SGLang's model runner.
+    """Reads the model and settings from SGLang's model runner.
 
     Raises:
-        UnsupportedError: SGLang is not as this plugin knows it.
+        UnsupportedError: SGLang lacks an expected field.
     """
     from sglang.srt.runtime_context import get_exec, get_parallel
 
@@ -100,10 +100,10 @@ def engine_of(runner: Any, group: Any, device: torch.device) -> Engine:
 
 
 def switched_off() -> str:
-    """Returns why SGLang's own switch rules the fusion out; empty if it does not.
+    """Returns why SGLang's own switch forbids the fusion; empty if it does not.
 
-    Deterministic inference sets the same switch: FlashInfer's bits depend on the batch. Those of
-    the fused calls here do not, so that it is not a reason.
+    Deterministic inference sets the same switch, because FlashInfer's bits depend on the batch. The
+    bits of allnorm's calls do not, so that is no reason against them.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -115,31 +115,31 @@ def switched_off() -> str:
 
 
 def obstacle(facts: Engine) -> str:
-    """Which setting of SGLang the fused calls do not go with; empty if none."""
+    """Returns which setting of SGLang is incompatible with fused calls; empty if none is."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_exec, get_parallel
 
     parallel, execution = get_parallel(), get_exec()
     if is_dp_attention_enabled():
-        return "attention is data parallel: its sums are scattered, not reduced"
+        return "data-parallel attention scatters its sums instead of reducing them"
     ranks = list(parallel.tp_group.ranks)
     for name, size in (("attn_tp", parallel.attn_tp_size), *_expert_groups(parallel)):
         group = getattr(parallel, f"{name}_group") if size > 1 else None
         if group is None or list(group.ranks) != ranks:
-            return f"the group {name} is not the tensor-parallel group of ranks {ranks}"
+            return f"the group {name} differs from the tensor-parallel group of ranks {ranks}"
     if execution.comm.enable_quant_communications:
-        return "SGLang quantizes what it communicates: --enable-quant-communications"
+        return "--enable-quant-communications makes SGLang quantize its reductions"
     if execution.comm.flashinfer_allreduce_fusion_backend == "cutedsl":
         return "--flashinfer-allreduce-fusion-backend=cutedsl asks for FlashInfer's own fusion"
     if execution.overlap.enable_two_batch_overlap:
-        return "two batches overlap, whose reductions would share one communicator"
+        return "two-batch overlap is on: reductions of two batches would share one communicator"
     if facts.multiplexed:
-        return "--enable-pdmux runs two batches at once, which would share one communicator"
+        return "--enable-pdmux runs two batches at once: they would share one communicator"
     return ""
 
 
 def _expert_groups(parallel: Any) -> tuple[tuple[str, int], ...]:
-    """Returns the group that the sum after the experts runs over: one of the two must have all ranks."""
+    """Returns the names and sizes of the groups that the sum over experts may run over."""
     if parallel.moe_ep_size > 1 and parallel.moe_tp_size > 1:
         return (("moe_ep", parallel.moe_ep_size), ("moe_tp", parallel.moe_tp_size))
     if parallel.moe_ep_size > 1:
@@ -148,7 +148,7 @@ def _expert_groups(parallel: Any) -> tuple[tuple[str, int], ...]:
 
 
 def speculates() -> bool:
-    """Returns whether another model may read this one's hidden states between two layers."""
+    """Returns whether a draft model may read this model's hidden states between two layers."""
     from sglang.srt.runtime_context import get_spec
 
     return get_spec().speculative_algorithm is not None

@@ -1,10 +1,10 @@
-"""The fused calls that stand in for SGLang's all-reduce and norm, once all ranks agreed on them.
+"""The fused calls that replace SGLang's all-reduce and norm, once all ranks agreed to fuse.
 
-`current()` is the switch that every hook looks at: None, and SGLang runs as if there were no
-plugin. It changes only in the hook that runs before graphs are captured, on all ranks alike.
+Every hook checks `current()`: if it is None, SGLang runs as without the plugin. It changes only in
+the hook that runs before graphs are captured, on all ranks alike.
 
-A call that the fused path cannot take is completed here with SGLang's own all-reduce and norm:
-version 0.5.17 would go on to the norm without any all-reduce.
+If a fused call is impossible, this module itself runs SGLang's all-reduce and norm. SGLang 0.5.17
+would run the norm without any all-reduce.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _Pair = tuple[Any, torch.Tensor]
 
 @dataclass(frozen=True)
 class Before:
-    """What a model does to a sum before a wired norm adds it to the residual.
+    """Steps between the reduction and the residual add of a wired norm.
 
     Attributes:
-        norm: a norm of SGLang, of the sum; None if there is none.
-        scale: what the sum, or its norm, is multiplied by.
+        norm: SGLang's norm of the sum; None if there is none.
+        scale: the factor of the sum or of its norm.
     """
 
     norm: Any = None
@@ -47,13 +47,13 @@ _NOTHING = Before()
 
 @dataclass
 class Fusion:
-    """A communicator and what was fused on it.
+    """Makes fused calls on a communicator.
 
     Attributes:
-        communicator: of SGLang's tensor-parallel group.
+        communicator: the communicator of SGLang's tensor-parallel group.
         all_reduce: SGLang's own all-reduce over that group.
-        say: is told of each kind of reduction that could not be fused.
-        sites: the norms whose calls were fused, by identity, seen outside compiled graphs.
+        say: called with a message for each kind of reduction that could not be fused.
+        sites: ids of the norms whose calls were fused, counted outside compiled graphs.
     """
 
     communicator: allnorm.Communicator
@@ -64,16 +64,16 @@ class Fusion:
     def norm(
         self, module: Any, x: torch.Tensor, residual: torch.Tensor, before: Before = _NOTHING
     ) -> _Pair:
-        """All-reduce, residual add and norm, as `module` computes it.
+        """Runs all-reduce, residual add and the norm of `module`, fused if possible.
 
         Args:
             module: a norm of SGLang.
             x: `[num_tokens, hidden_size]`, this rank's partial sum.
-            residual: of the same shape and dtype, the same on every rank.
-            before: what comes between the reduction and the residual.
+            residual: of the same shape and dtype, equal on every rank.
+            before: the steps between the reduction and the residual add.
 
         Returns:
-            What the layer after the norm reads, a tensor or `(fp8, scale)`, and a new residual.
+            The input of the layer after the norm, a tensor or `(fp8, scale)`, and a new residual.
         """
         how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
         obstacle = how.obstacle or tensor_obstacle(module.weight, x, residual)
@@ -115,14 +115,14 @@ class Fusion:
         quant: allnorm.Fp8PerGroup,
         keep_bf16: bool,
     ) -> _Pair | None:
-        """As `norm`, for a layer that reads FP8.
+        """Runs all-reduce, residual add, norm and quantization, for a layer that reads FP8.
 
         Args:
-            module: as of `norm`.
-            x: as of `norm`.
-            residual: as of `norm`.
-            quant: what the layer reads.
-            keep_bf16: whether some layer also reads the norm in 16 bits.
+            module: as in `norm`.
+            x: as in `norm`.
+            residual: as in `norm`.
+            quant: the quantization that the layer reads.
+            keep_bf16: whether a layer also reads the normed tensor in 16 bits.
 
         Returns:
             `((fp8, scale), residual)`, or `((normed, fp8, scale), residual)` with `keep_bf16`;
@@ -159,11 +159,11 @@ class Fusion:
         return ((normed, fp8, scale) if keep_bf16 else (fp8, scale)), residual_out
 
     def norm_alone(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """All-reduce and norm; whoever called the norm adds the residual.
+        """Runs all-reduce and norm; the caller of the norm adds the residual.
 
         Args:
-            module: as of `norm`.
-            x: as of `norm`.
+            module: as in `norm`.
+            x: as in `norm`.
         """
         how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
         obstacle = how.obstacle or tensor_obstacle(module.weight, x, x)
@@ -196,7 +196,7 @@ class Fusion:
             reduced = type(before.norm).forward(before.norm, reduced)
         if before.scale != 1.0:
             reduced = reduced * before.scale
-        # The forward of the class: this instance's may be the one that completes sums.
+        # The class's forward: the instance's own may be the one that completes sums.
         result: _Pair = type(module).forward(module, reduced, residual.clone())
         return result
 
@@ -205,12 +205,12 @@ _current: list[Fusion | None] = [None]
 
 
 def current() -> Fusion | None:
-    """What runs the fused calls in this process; None: SGLang runs on its own."""
+    """Returns the process's `Fusion`; None if SGLang runs without fused calls."""
     return _current[0]
 
 
 def activate(fusion: Fusion | None) -> None:
-    """Makes hooked functions of SGLang fuse, or lets them run on their own."""
+    """Sets the process's `Fusion`; None makes the hooked functions run as without the plugin."""
     _current[0] = fusion
 
 
@@ -220,7 +220,7 @@ def completing_forward(
     residual: torch.Tensor | None = None,
     post_residual_addition: torch.Tensor | None = None,
 ) -> Any:
-    """Returns the forward of a norm whose input is a partial sum; bound to it by `complete_sums_in`."""
+    """Runs the forward of a norm whose input is a partial sum; bound by `complete_sums_in`."""
     fusion = _fusion()
     if residual is None:
         raise _broken()
@@ -230,30 +230,30 @@ def completing_forward(
 
 
 def completing_alone(self: Any, x: torch.Tensor, residual: None = None) -> Any:
-    """Returns the forward of a post norm that completes a sum; somebody else adds the residual."""
+    """Runs the forward of a post norm that completes a sum; the layer adds the residual."""
     if residual is not None:
         raise _broken()
     return _fusion().norm_alone(self, x)
 
 
 def passing_on(self: Any, x: torch.Tensor, residual: None = None) -> Any:
-    """Returns the forward of a post norm that the norm behind it computes, once the sum is complete."""
+    """Runs the forward of a post norm that the fused call of the next norm includes: no change."""
     _fusion()
     if residual is not None:
         raise _broken()
     return x
 
 
-# Where a wired norm keeps what comes before its residual.
+# The attribute of a wired norm with the steps before its residual add.
 _BEFORE = "_allnorm_before"
 
 
 def complete_sums_in(module: Any, before: Before = _NOTHING) -> None:
-    """Lets a norm of SGLang reduce its input over the ranks before it adds and norms it.
+    """Makes a norm of SGLang reduce its input over the ranks before it adds and norms it.
 
     Args:
         module: the norm.
-        before: what the model does to the sum first. Its norm then hands on what it is given.
+        before: the steps before the residual add; their norm then returns its input unchanged.
     """
     module.forward = types.MethodType(completing_forward, module)
     if before is not _NOTHING:
@@ -263,7 +263,7 @@ def complete_sums_in(module: Any, before: Before = _NOTHING) -> None:
 
 
 def complete_alone_in(module: Any) -> None:
-    """Lets a norm of SGLang reduce its input over the ranks; it adds nothing."""
+    """Makes a norm of SGLang reduce its input over the ranks; it does not add a residual."""
     module.forward = types.MethodType(completing_alone, module)
 
 
@@ -276,7 +276,7 @@ def _fusion() -> Fusion:
 
 def _broken() -> RuntimeError:
     return RuntimeError(
-        "this norm expects the partial sum of the layer before it, and a residual where it had "
-        "one: the plugin of allnorm was switched off, or the model changed, after they were wired "
-        "together."
+        "this norm expects the partial sum of the layer before it, and a residual if it had one. "
+        "The allnorm plugin was switched off, or the model changed, after the layer and the norm "
+        "were wired together: load the model again."
     )

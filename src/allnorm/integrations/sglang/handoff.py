@@ -1,7 +1,7 @@
-"""Which quantized input a linear layer of SGLang takes from the norm in front of it.
+"""Finds the quantization in which a linear layer of SGLang takes its input from the norm before it.
 
-Its block-scaled FP8 layers take `(fp8, scale)` instead of a 16-bit tensor. Which scales they read
-depends on the GEMM behind them:
+Block-scaled FP8 layers take `(fp8, scale)` instead of a 16-bit tensor. The layout of the scales
+depends on the GEMM:
 
 | GEMM | scales | from |
 |---|---|---|
@@ -29,14 +29,14 @@ GROUP_SIZE = 128
 
 @dataclass(frozen=True)
 class Gemm:
-    """What one of SGLang's block-scaled FP8 linear functions demands.
+    """Requirements of one of SGLang's block-scaled FP8 linear functions.
 
     Attributes:
-        scale_layout: of the scales of a quantized input.
-        multiple: its weight's `out_features` must be a multiple of this, else the function falls
-            back to one with another layout.
-        since_ue8m0: it takes a quantized input only where it also has the parameter
-            `act_scale_ue8m0`, as newer versions of SGLang do.
+        scale_layout: layout of the scales of a quantized input.
+        multiple: the number that must divide the weight's `out_features`. Otherwise the function
+            falls back to a GEMM with a different layout.
+        since_ue8m0: whether it takes a quantized input only if it has the parameter
+            `act_scale_ue8m0`, as in newer versions of SGLang.
     """
 
     scale_layout: str
@@ -52,9 +52,9 @@ GEMMS = {
 
 
 def quant_of(linear: torch.nn.Module | None) -> allnorm.Fp8PerGroup | None:
-    """Returns the quantization that `linear` takes its input in; None: it takes 16 bits only.
+    """Returns the quantization in which `linear` takes its input; None if it takes only 16 bits.
 
-    Depends on the model and on SGLang's settings only, so that all ranks get the same.
+    Depends only on the model and on SGLang's settings, so it is equal on all ranks.
     """
     method = getattr(linear, "quant_method", None)
     function = getattr(method, "w8a8_block_fp8_linear", None)
@@ -71,11 +71,11 @@ def quant_of(linear: torch.nn.Module | None) -> allnorm.Fp8PerGroup | None:
 
 
 def quant_for(function: Callable[..., Any], out_features: int) -> allnorm.Fp8PerGroup | None:
-    """Returns the quantization that one of SGLang's FP8 linear functions takes; None: none.
+    """Returns the quantization that one of SGLang's FP8 linear functions takes, or None.
 
     Args:
-        function: as SGLang's `dispatch_w8a8_block_fp8_linear` returns it.
-        out_features: rows of the weight.
+        function: the result of SGLang's `dispatch_w8a8_block_fp8_linear`.
+        out_features: number of rows of the weight.
     """
     bound: dict[str, Any] = {}
     if isinstance(function, functools.partial):
@@ -95,7 +95,7 @@ def quant_for(function: Callable[..., Any], out_features: int) -> allnorm.Fp8Per
 
 
 def default_quant() -> allnorm.Fp8PerGroup | None:
-    """Returns the quantization for a caller that names no layer: that of the GEMM SGLang chose."""
+    """Returns the quantization that SGLang's GEMM takes, for callers that do not name a layer."""
     from sglang.srt.layers.quantization.fp8_utils import dispatch_w8a8_block_fp8_linear
 
     return quant_for(dispatch_w8a8_block_fp8_linear(), GROUP_SIZE)

@@ -1,7 +1,7 @@
-"""The hooks: a gate, two functions behind it, and the moment before graphs are captured.
+"""The hooks: the gate, the two norm functions that it enables, and the start before graph capture.
 
-Each answers a `Probe` with itself, and passes on to SGLang whatever comes before the ranks agreed
-to fuse, or after they agreed not to.
+Each hook returns a `Probe` that it receives. It runs SGLang's own function until the ranks agreed
+to fuse, or if they agreed not to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def gate(original: _Original, batch_size: Any, *more: Any, **named: Any) -> Any:
         return batch_size
     if current() is None or seams.unknown(original, 1, more, named):
         return original(batch_size, *more, **named)
-    # No upper bound: the library cuts what does not fit into chunks, with the same bits.
+    # No upper bound: allnorm runs large calls in chunks, with the same bits.
     return batch_size > 0
 
 
@@ -44,8 +44,8 @@ def norm(
     """Completes a sum, adds it to the residual and norms it. Never returns None.
 
     Raises:
-        UnsupportedError: SGLang asks for something that is not known here. Its own function could
-            go on to the norm without any all-reduce.
+        UnsupportedError: SGLang passes an unknown argument. Its own function could run the norm
+            without any all-reduce.
     """
     if isinstance(norm_module, Probe):
         return norm_module
@@ -56,8 +56,9 @@ def norm(
     unknown = seams.unknown(original, 6, more, named)
     if unknown:
         raise UnsupportedError(
-            f"SGLang asks for {unknown} at a fused reduction, which this plugin does not know and "
-            "would leave out. ALLNORM_DISABLE=1 switches it off; a newer allnorm may know it."
+            f"SGLang asks for {unknown} at a fused reduction, which this version of the plugin "
+            "does not support. Set ALLNORM_DISABLE=1 to run without the plugin, or try a newer "
+            "allnorm."
         )
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
@@ -76,10 +77,10 @@ def quantized_norm(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """Returns the same, for a layer that reads FP8.
+    """Completes a sum, adds it to the residual, norms and quantizes it for a layer that reads FP8.
 
-    Returns None, before anything was communicated, where no GEMM takes the result, or where SGLang
-    asks for something that is not known here: SGLang then calls `norm`.
+    Returns None, before any communication, if no GEMM takes the result or SGLang passes an unknown
+    argument. SGLang then calls `norm`.
     """
     if isinstance(norm_module, Probe):
         return norm_module
@@ -96,7 +97,7 @@ def quantized_norm(
 
 
 def before_graphs(original: _Original, runner: Any, *more: Any, **named: Any) -> Any:
-    """After SGLang made its own workspace, and before it captures graphs."""
+    """Starts the plugin after SGLang made its own workspace and before it captures graphs."""
     if isinstance(runner, Probe):
         return runner
     result = original(runner, *more, **named)

@@ -1,4 +1,4 @@
-"""How SGLang's norms compute, in the terms of the fused calls."""
+"""Translates SGLang's norms to arguments of the fused calls."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from allnorm.integrations.engines import wants_gradient
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Where a norm module of SGLang keeps its `NormArithmetic`.
+# The attribute of a norm module with its `NormArithmetic`.
 ATTRIBUTE = "_allnorm"
 
 
 @dataclass(frozen=True)
 class NormArithmetic:
-    """How a norm of SGLang computes.
+    """The arithmetic of one norm of SGLang.
 
     Attributes:
-        weight_bias: 1.0 for Gemma's, whose weight is stored without it.
-        numerics: rounding mode.
-        quant: what the layer after it reads; None: 16 bits.
+        weight_bias: 1.0 for Gemma's norms, which multiply by 1 + weight.
+        numerics: the rounding mode.
+        quant: the quantization that the layer after it reads; None for 16 bits.
         obstacle: why the fused call cannot compute the same; empty if it can.
     """
 
@@ -34,13 +34,13 @@ class NormArithmetic:
     obstacle: str = ""
 
     def reading(self, quant: allnorm.Fp8PerGroup | None) -> NormArithmetic:
-        """Returns the same norm before a layer that reads `quant`."""
+        """Returns the same arithmetic for a norm before a layer that reads `quant`."""
         return replace(self, quant=quant)
 
 
 @functools.cache
 def classes() -> tuple[Any, ...]:
-    """SGLang's classes RMSNorm, GemmaRMSNorm and, where there is one, Gemma3RMSNorm."""
+    """Returns SGLang's classes RMSNorm, GemmaRMSNorm and, if it exists, Gemma3RMSNorm."""
     from sglang.srt.layers import layernorm
 
     names = ("RMSNorm", "GemmaRMSNorm", "Gemma3RMSNorm")
@@ -48,20 +48,20 @@ def classes() -> tuple[Any, ...]:
 
 
 def eps_of(module: Any) -> float:
-    """What a norm adds to its mean square; Gemma3RMSNorm calls it otherwise."""
+    """Returns a norm's eps, which has a different name in Gemma3RMSNorm."""
     eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return eps
 
 
 def arithmetic(module: Any) -> NormArithmetic:
-    """How a norm module computes, by its class and its settings."""
+    """Returns the arithmetic of a norm module, by its class and settings."""
     plain, *gemma = classes()
     if isinstance(module, tuple(gemma)):
-        # For its fused calls SGLang adds the 1 in the weight's dtype, for the others in float32.
-        # Here it is added in float32.
+        # SGLang adds the 1 in the weight's dtype in its fused calls, and in float32 in other calls.
+        # allnorm adds it in float32.
         return NormArithmetic(weight_bias=1.0)
     if not isinstance(module, plain):
-        return NormArithmetic(obstacle=f"a norm of class {type(module).__name__}")
+        return NormArithmetic(obstacle=f"a norm of unknown class {type(module).__name__}")
     if module.variance_size_override is not None:
         return NormArithmetic(obstacle="the variance of a part of the row")
     if module.fp32_residual or module.override_orig_dtype is not None:
@@ -78,15 +78,15 @@ def arithmetic(module: Any) -> NormArithmetic:
 def post_norm(
     module: Any, numerics: str, dtype: torch.dtype
 ) -> tuple[allnorm.PostNorm | None, str]:
-    """Returns a norm of the reduced sum before the residual add, as the fused call takes it.
+    """Returns the post norm argument of the fused call for a norm before the residual add.
 
     Args:
-        module: a norm of SGLang.
-        numerics: the mode of the norm behind the residual.
-        dtype: of the sum.
+        module: SGLang's norm of the reduced sum.
+        numerics: the rounding mode of the norm after the residual add.
+        dtype: the sum's dtype.
 
     Returns:
-        None and why there is none, or the post norm and an empty string.
+        The post norm and an empty string, or None and the reason why there is none.
     """
     how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
     if how.obstacle:
@@ -94,20 +94,20 @@ def post_norm(
     if how.numerics != numerics:
         return None, "two norms that round differently"
     if module.weight.dtype not in (dtype, torch.float32):
-        return None, f"a weight in {module.weight.dtype} beside a sum in {dtype}"
+        return None, f"a weight in {module.weight.dtype} with a sum in {dtype}"
     return allnorm.PostNorm(module.weight, eps_of(module), weight_bias=how.weight_bias), ""
 
 
 def tensor_obstacle(weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> str:
-    """What of the tensors the fused call does not take; all ranks have the same kinds."""
+    """Returns which tensors the fused call cannot take, equal on all ranks, or ""."""
     if x.dtype not in _DTYPES or residual.dtype != x.dtype:
-        return f"a sum in {x.dtype} beside a residual in {residual.dtype}"
+        return f"a sum in {x.dtype} with a residual in {residual.dtype}"
     if weight.dtype not in (x.dtype, torch.float32):
-        return f"a weight in {weight.dtype} beside a sum in {x.dtype}"
+        return f"a weight in {weight.dtype} with a sum in {x.dtype}"
     if x.shape != residual.shape or weight.shape != x.shape[-1:]:
-        return "a residual or a weight of another shape than the sum"
+        return "a residual or a weight that does not have the sum's shape"
     if x.stride(-1) != 1 or residual.stride(-1) != 1:
         return "columns that are not contiguous"
     if wants_gradient(weight, x, residual):
-        return "gradients are enabled and wanted: engines run under torch.inference_mode()"
+        return "a tensor requires gradients: engines run under torch.inference_mode()"
     return ""

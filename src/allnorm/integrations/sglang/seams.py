@@ -1,8 +1,8 @@
-"""Where the plugin holds on to SGLang, and whether those places are as it knows them.
+"""Lists the functions of SGLang that the plugin hooks, and checks that they are as expected.
 
-The hooks take the places of a gate and of the functions behind it. One without the others would
-lose an all-reduce, so they are registered together or not at all, and `obstacle` asks each of them
-for a sign of life before anything is fused.
+The hooks replace a gate and the functions that it enables. One hook without the others would lose
+an all-reduce. They are therefore registered together or not at all, and `obstacle` calls each of
+them with a probe before anything is fused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 class Probe:
-    """An argument that tells a hook to answer, with the probe itself, that it is in place."""
+    """An argument that a hook returns, to show that it is installed."""
 
 
 PROBE = Probe()
@@ -37,10 +37,10 @@ class Seam:
     """A function of SGLang that is hooked.
 
     Attributes:
-        role: what the hook is there for; the key of its hook.
+        role: the purpose of the hook, which is its key in `HOOKS`.
         targets: dotted paths, one per generation of SGLang; the first that exists is hooked.
-        parameters: the names that the hook relies on, in order: the first of all. Those that
-            follow have defaults, and are passed on.
+        parameters: the first parameters of the function, which the hook relies on. All later
+            parameters must have defaults, and are passed on.
     """
 
     role: str
@@ -79,7 +79,7 @@ SEAMS = (
     Seam("start", (_RUNNER + "_pre_initialize_flashinfer_allreduce_workspace",), ("self",)),
 )
 
-# Read, not hooked: the plugin asks SGLang for its groups, its switches and its norms.
+# Names that are read, not hooked: SGLang's groups, settings and norms.
 _READ = (
     "sglang.srt.runtime_context.get_parallel",
     "sglang.srt.runtime_context.get_exec",
@@ -94,10 +94,10 @@ def probe() -> dict[str, str]:
     """Finds every seam in the installed SGLang; imports the modules they are in.
 
     Returns:
-        The role of each seam and the dotted path that is to be hooked.
+        By role, the dotted path to hook.
 
     Raises:
-        UnsupportedError: a seam is missing or takes other parameters; says which.
+        UnsupportedError: a seam is missing or has different parameters; the message names it.
     """
     found = {}
     for seam in SEAMS:
@@ -108,7 +108,7 @@ def probe() -> dict[str, str]:
         if not _takes(signature, seam.parameters):
             raise _refusal(
                 f"has {target}({', '.join(signature.parameters)}), expected "
-                f"({', '.join(seam.parameters)}), and after these only what has a default"
+                f"({', '.join(seam.parameters)}), followed only by parameters with defaults"
             )
         found[seam.role] = target
     missing = [name for name in _READ if _resolve(name) is None]
@@ -121,12 +121,12 @@ def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
     """Checks that an object of SGLang has the fields that are read of it.
 
     Args:
-        what: it is, in words.
+        what: a text that describes the object.
         thing: the object.
-        fields: dotted where they are fields of a field.
+        fields: names of fields; dotted for fields of fields.
 
     Raises:
-        UnsupportedError: it lacks some; says which.
+        UnsupportedError: fields are missing; the message names them.
     """
     missing = [field for field in fields if not _has(thing, field)]
     if missing:
@@ -137,16 +137,16 @@ def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
 def unknown(
     original: Callable[..., Any], known: int, more: tuple[Any, ...], named: Mapping[str, Any]
 ) -> str:
-    """What SGLang asks of a hooked function beyond what this plugin knows, in words.
+    """Returns a text of the unknown arguments that SGLang passes to a hooked function.
 
     Args:
         original: SGLang's own function.
-        known: how many of its parameters the hook knows.
-        more: arguments after these.
-        named: the same, by name.
+        known: number of its parameters that the hook knows.
+        more: positional arguments after these.
+        named: keyword arguments.
 
     Returns:
-        The arguments that are not what they are by default; empty if there are none.
+        The unknown arguments whose values are not the defaults; empty if there are none.
     """
     if not more and not named:
         return ""
@@ -163,7 +163,7 @@ def unknown(
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Returns whether they are one constant; a tensor, for one, is not compared."""
+    """Returns whether two values are the same object or equal constants; compares no tensors."""
     constants = (bool, int, float, str, enum.Enum)
     return value is default or (
         isinstance(value, constants) and type(value) is type(default) and value == default
@@ -179,7 +179,7 @@ def _has(thing: object, field: str) -> bool:
 
 
 def _takes(signature: inspect.Signature, known: tuple[str, ...]) -> bool:
-    """Returns whether a function can be called with the known arguments, by their positions, alone."""
+    """Returns whether a function can be called with only the known positional arguments."""
     given = list(signature.parameters.values())
     if tuple(parameter.name for parameter in given[: len(known)]) != known:
         return False
@@ -191,11 +191,11 @@ def _takes(signature: inspect.Signature, known: tuple[str, ...]) -> bool:
 
 
 def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Registers the hook of every role at SGLang's registry, which applies them later.
+    """Registers the hook of every role with SGLang's registry, which applies them later.
 
     Args:
-        targets: as `probe` returns them.
-        hooks: one for every role.
+        targets: the result of `probe`.
+        hooks: by role, the hook.
 
     Returns:
         The hooked paths.
@@ -208,19 +208,19 @@ def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]
 
 
 def obstacle(targets: Mapping[str, str]) -> str:
-    """Returns why the hooks cannot be relied on: one is not in place, or is passed by; empty if they can.
+    """Returns why the hooks are unreliable: one is not installed or is bypassed; empty if none is.
 
-    A name that a module imported earlier is put right by SGLang's registry; one that it missed, or
-    that another plugin put back, would skip the hook, and with it an all-reduce.
+    SGLang's registry also replaces names that modules imported before. A name that it missed, or
+    that another plugin restored, would bypass the hook and lose an all-reduce.
     """
     for seam in SEAMS:
         target = targets[seam.role]
         hooked = _resolve(target)
         if not _answers(hooked, seam):
-            return f"the hook on {target} is not in place"
+            return f"the hook on {target} is not installed"
         holders = _holders(inspect.unwrap(hooked))
         if holders:
-            return f"{', '.join(holders)} still hold {target} as it was before the hook"
+            return f"{', '.join(holders)} still refer to {target} without the hook"
     return ""
 
 
@@ -234,12 +234,12 @@ def _resolve(name: str) -> Any:
 def _answers(hooked: Any, seam: Seam) -> bool:
     try:
         return hooked(*(PROBE for _ in seam.parameters)) is PROBE
-    except Exception:  # noqa: BLE001 - whatever SGLang's own function says to a probe
+    except Exception:  # noqa: BLE001 - SGLang's own function may raise anything for a probe
         return False
 
 
 def _holders(original: object) -> list[str]:
-    """Names in modules of SGLang that are still bound to a function from before the hook."""
+    """Returns the names in SGLang's modules that still refer to a function without its hook."""
     found = []
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != "sglang" or not isinstance(module, types.ModuleType):
@@ -251,6 +251,6 @@ def _holders(original: object) -> list[str]:
 def _refusal(what: str) -> UnsupportedError:
     version = getattr(sys.modules.get("sglang"), "__version__", "of this version")
     return UnsupportedError(
-        f"SGLang {version} {what}. This plugin is written for {VERSIONS}; install one of these, or "
+        f"SGLang {version} {what}. The plugin supports SGLang {VERSIONS}: install one of these, or "
         "a newer allnorm."
     )

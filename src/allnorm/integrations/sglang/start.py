@@ -1,8 +1,8 @@
-"""From a loaded model to fused calls: agree, make the communicator, wire, say so.
+"""Starts fused calls for a loaded model: agreement, communicator, wiring, log message.
 
-Collective: every rank of a tensor-parallel group comes here once for each model it loads, before
-graphs are captured, in the same order. Whatever fails is told to all ranks before any of them goes
-on, and leaves SGLang as it was.
+Collective: every rank of a tensor-parallel group runs this once per loaded model, in the same
+order, before graphs are captured. All ranks learn of any failure before one of them continues, and
+a failure leaves SGLang unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from allnorm.integrations.sglang.log import announcer
 from allnorm.integrations.sglang.norms import ATTRIBUTE, NormArithmetic, arithmetic, classes
 from allnorm.integrations.sglang.seams import check_fields
 
-# Forward passes that may go by without a fused call before that is worth a warning: the first ones
-# may be traced by torch.compile, where calls are not counted.
+# Number of forward passes without a fused call before a warning. The first passes may be traced by
+# torch.compile, which counts no calls.
 _PASSES = 8
 
 _decided: list[bool] = []
@@ -31,11 +31,11 @@ _decided: list[bool] = []
 
 @dataclass
 class Preparation:
-    """What is found in a model before the ranks agree, and put into it afterwards.
+    """Changes of a model: found before the ranks agree, applied afterwards.
 
     Attributes:
-        sites: layers that are to leave their sums, and the norms that are to complete them.
-        norms: every norm, and how it computes.
+        sites: layers that will leave their sums, with the norms that will complete them.
+        norms: every norm and its arithmetic.
     """
 
     sites: list[dense.Site] = field(default_factory=list)
@@ -60,20 +60,20 @@ class Preparation:
 
 
 def start(runner: Any) -> None:
-    """Decides, with the other ranks, whether the calls of a model are fused. Never raises.
+    """Decides together with the peers whether a model's calls are fused. Never raises.
 
-    The first model of a process decides for all of them: a draft model beside it uses the same
-    communicator, and is not wired.
+    The first model of a process decides for all its models: a draft model uses the same
+    communicator and is not wired.
 
     Args:
-        runner: what SGLang runs models with; its model is loaded.
+        runner: SGLang's runner; its model is loaded.
     """
     if _decided:
         return
     _decided.append(True)
     try:
         _start(runner)
-    except Exception as error:  # noqa: BLE001 - the same on all ranks: it is SGLang's structure
+    except Exception as error:  # noqa: BLE001 - SGLang lacks a field: equal on all ranks
         announcer.warning(f"SGLang runs without fused reductions: {error}")
 
 
@@ -82,10 +82,10 @@ def _start(runner: Any) -> None:
     runner = runner.model_runner
     group, process_group, device = engine.group_of(runner)
     if group.world_size == 1:
-        announcer.info("nothing changes in SGLang: tensor parallelism of 1 has no reductions")
+        announcer.info("SGLang runs without fused reductions: one rank has nothing to reduce")
         return
     preparation, found = Preparation(), Found()
-    # From here on the others wait for this rank: whatever fails on it is told to them.
+    # From here on the peers wait for this rank, so any error must become its obstacle.
     reason = _reason(lambda: found.read(runner, group, device, preparation))
     facts = found.facts
     outcome = engines.engine_communicator(
@@ -96,8 +96,8 @@ def _start(runner: Any) -> None:
         dtype=torch.bfloat16 if facts is None else facts.dtype,
         numerics="unrounded",
         obstacle=reason,
-        # FlashInfer's fused kernel triggers early here too, and what follows it waits, as CUDA
-        # demands: docs/sglang.md.
+        # FlashInfer's fused kernel also triggers dependent launches early, and the kernels after it
+        # wait as CUDA requires: docs/sglang.md.
         early_trigger=True,
     )
     if outcome.communicator is None or facts is None:
@@ -115,18 +115,18 @@ def _start(runner: Any) -> None:
 
 @dataclass
 class Found:
-    """What is read of SGLang's run.
+    """Facts about SGLang's run.
 
     Attributes:
-        facts: None until they are read.
-        off: the user switched the fusion off.
+        facts: the model and its settings; None until they are read.
+        off: whether the user switched the fusion off.
     """
 
     facts: engine.Engine | None = None
     off: bool = False
 
     def read(self, runner: Any, group: Any, device: Any, preparation: Preparation) -> str:
-        """Reads all of it; returns why nothing can be fused, if so."""
+        """Reads all facts; returns why nothing can be fused, or ""."""
         reason = engines.disabled_reason()
         if not reason:
             self.facts = engine.engine_of(runner, group, device)
@@ -136,7 +136,7 @@ class Found:
 
 
 def _obstacle(facts: engine.Engine | None, preparation: Preparation) -> str:
-    """Returns why SGLang's run cannot be fused; also finds what is to be changed in the model."""
+    """Returns why nothing can be fused, or ""; also finds the changes of the model."""
     assert facts is not None
     reason = engine.obstacle(facts) or seams.obstacle(seams.probe())
     if not reason:
@@ -147,18 +147,18 @@ def _obstacle(facts: engine.Engine | None, preparation: Preparation) -> str:
 def _reason(step: Callable[[], str]) -> str:
     try:
         return step()
-    except Exception as error:  # noqa: BLE001 - told to all ranks, which then go on without
-        return f"SGLang is not as this plugin knows it: {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - told to all ranks, so that no rank fuses
+        return f"SGLang is not as this plugin expects: {type(error).__name__}: {error}"
 
 
 def _unheard(text: str) -> None:
-    """Rank 0 says the same."""
+    """Logs nothing: rank 0 logs the same message."""
 
 
 def _count_first_pass(model: Any, fusion: Fusion) -> None:
-    """Says how many norms took part in the first forward pass, then takes itself away.
+    """Logs how many norms the first forward pass fused, by a wrapper that then removes itself.
 
-    SGLang calls `model.forward`, past the hooks of torch modules.
+    It wraps `model.forward`, because SGLang calls that directly, without the module's hooks.
     """
     forward = model.forward
     passes = 0
@@ -188,5 +188,5 @@ def _announce(fusion: Fusion) -> None:
     else:
         announcer.warning(
             f"no reduction of this model was fused in its first {_PASSES} forward passes outside "
-            "compiled graphs: docs/sglang.md lists the models that have sites"
+            "compiled graphs: see docs/sglang.md for the models with fused sites"
         )

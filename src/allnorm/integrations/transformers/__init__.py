@@ -1,4 +1,4 @@
-"""Fused reductions in transformers models that are loaded with a tensor-parallel plan.
+"""Fuses reductions in transformers models that are loaded with a tensor-parallel plan.
 
     from allnorm.integrations import transformers as fused
 
@@ -6,7 +6,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
     print(fused.report(model))
 
-docs/transformers.md says how it works and what it leaves alone.
+docs/transformers.md describes how it works and what stays unfused.
 """
 
 from __future__ import annotations
@@ -36,33 +36,32 @@ __all__ = [
 ]
 
 
-# What this is written against and tested with; earlier ones have other classes behind their styles.
+# The tested version; earlier versions implement tensor-parallel styles by different classes.
 MINIMUM_VERSION = (5, 23)
 
-# A registry of transformers, a name in it, and what it held.
+# Replaced entries: a registry of transformers, the name, and the stock object.
 _replaced: list[tuple[Any, str, Any]] = []
-# A model class, and its own constructor.
+# Replaced constructors: a model class and its stock constructor.
 _constructors: list[tuple[Any, Any]] = []
 
 
 def enable(*, algorithm: str = "auto") -> None:
-    """Lets models that are loaded from now on fuse each reduction with the norm after it.
+    """Makes models that are loaded from now on fuse each reduction with the norm after it.
 
-    Call it before `from_pretrained(..., tp_plan="auto")`, on every rank alike. Models that were
-    loaded while it was enabled, and stock since `disable()`, fuse again. Idempotent; a second call
-    changes the algorithm.
+    Call it on every rank, before `from_pretrained(..., tp_plan="auto")`. Models that were loaded
+    while it was enabled before also fuse again. Idempotent; a second call changes the algorithm.
 
     Args:
-        algorithm: of every call: "auto", "one_shot", "two_shot" or "unfused"; the same on every
-            rank. The bits are the same. Under torch.compile only "auto" is traced without a graph
-            break.
+        algorithm: the algorithm of every call: "auto", "one_shot", "two_shot" or "unfused"; equal
+            on every rank. The bits do not depend on it. Under torch.compile, algorithms other than
+            "auto" cause graph breaks.
 
     Raises:
-        ValueError: algorithm is none of these.
+        ValueError: algorithm has a different value.
         UnsupportedError: transformers is missing or too old.
 
-    Not collective, but the loading of a model is: it opens one communicator for the group of the
-    plan. Graph-safe: a compiled model is compiled anew after a change.
+    Not collective, but loading a model is: it opens one communicator for the group of the plan.
+    Graph-safe: a compiled model is compiled again after a change.
     """
     if algorithm not in REQUESTS:
         raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(REQUESTS)}.")
@@ -82,10 +81,10 @@ def enable(*, algorithm: str = "auto") -> None:
 
 
 def disable() -> None:
-    """Undoes `enable()`: models, loaded already or from now on, run as without allnorm. Idempotent.
+    """Undoes `enable()`: all models, loaded before or after, run as without allnorm. Idempotent.
 
     Not collective; every rank calls it between the same two forward passes. A CUDA graph that was
-    captured by hand keeps what it captured; a compiled model is compiled anew.
+    captured by hand does not change. A compiled model is compiled again.
     """
     SWITCH.enabled = False
     if not _replaced:
@@ -104,7 +103,7 @@ def is_enabled() -> bool:
 
 
 def _registries() -> list[tuple[Any, dict[str, Any]]]:
-    """Returns the registries of transformers, and what goes into them."""
+    """Returns the registries of transformers and the entries to replace in each."""
     from transformers.distributed import expert_parallel
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
@@ -127,11 +126,11 @@ def _check_version() -> None:
         ) from error
     version = str(transformers.__version__)
     try:
-        new_enough = Version(version).release >= MINIMUM_VERSION  # candidates of a release too
+        new_enough = Version(version).release >= MINIMUM_VERSION  # accepts release candidates
     except InvalidVersion:
         new_enough = False
     if not new_enough:
         raise UnsupportedError(
-            f"transformers {version}: expected {wanted} or later, whose tensor-parallel styles can "
-            "be registered. Upgrade it."
+            f"transformers {version}: expected {wanted} or later. Run pip install "
+            f"'transformers>={wanted}'."
         )

@@ -1,4 +1,4 @@
-"""Expert parallelism whose sum is left to the next norm, where the ranks share one batch."""
+"""Expert parallelism that leaves the sum over ranks to the next norm, if ranks share one batch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from allnorm.integrations.transformers.styles import fusing_site, leave_sum, lin
 
 
 class FusedAllReduceEP(stock.AllReduceEP):
-    """`all_reduce`: every rank runs its own experts on the whole batch."""
+    """The implementation `all_reduce`: every rank runs its own experts on the whole batch."""
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._experts = experts
-        link_site(experts, tp_mesh)  # the same ranks as those of ep_mesh
+        link_site(experts, tp_mesh)  # has the same ranks as ep_mesh
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Any:
-        """Returns what `leave_sum` does in inference; else the stock implementation's result."""
+        """Returns the result of `leave_sum` in inference, else of the stock implementation."""
         site = fusing_site(self._experts)
         if site is None:
             return super().__call__(hidden_states, top_k_index, top_k_weights)
@@ -33,15 +33,15 @@ class FusedAllReduceEP(stock.AllReduceEP):
 
 
 class FusedAutoEP(stock.AutoEP):
-    """`auto`: which of the implementations runs is the stock class's choice."""
+    """The implementation `auto`: the stock class chooses one of the others."""
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        chosen: Any = self  # its attributes are the stock class's, unknown where that is not there
+        chosen: Any = self  # the type checker may not know the stock class's attributes
         if chosen.all_reduce is not None and chosen.megamoe is None:
             chosen.all_reduce = FusedAllReduceEP(experts, ep_mesh, tp_mesh)
 
 
 def fused_implementations() -> dict[str, Any]:
-    """Name in the registry, and what takes it."""
+    """Returns the entries to replace in the registry, by name."""
     return {"auto": FusedAutoEP, "all_reduce": FusedAllReduceEP}

@@ -1,4 +1,4 @@
-"""The models whose reductions are fused: where their norms are, and how these round."""
+"""The model families whose reductions are fused: the places and rounding modes of their norms."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a decoder layer has its norms: names of its modules, "" for none.
+    """The names of the norms of a decoder layer, "" for absent ones.
 
     Attributes:
-        attention_post: of the attention's output, before the residual is added.
-        attention_norm: of the sum with the residual.
-        mlp_post: of the MLP's output, before the residual is added.
-        next_norm: of the sum with the residual, in the next layer.
-        final: whether the model's norm reads the sum of the last layer.
+        attention_post: the norm of the attention's output, before the residual is added.
+        attention_norm: the norm of the sum of the attention's output and the residual.
+        mlp_post: the norm of the MLP's output, before the residual is added.
+        next_norm: the norm of the sum of the MLP's output and the residual, in the next layer.
+        final: whether the model's final norm reads the sum of the last layer.
     """
 
     attention_post: str = ""
@@ -30,7 +30,7 @@ SANDWICH = replace(
     POST_NORM, attention_norm="pre_feedforward_layernorm", next_norm="input_layernorm"
 )
 _GLM4 = replace(PRE_NORM, attention_post="post_self_attn_layernorm", mlp_post="post_mlp_layernorm")
-# The sum of a layer is multiplied by a buffer before the next norm.
+# These layers multiply their result by a buffer before the next norm.
 _GEMMA4 = replace(SANDWICH, next_norm="", final=False)
 
 
@@ -39,12 +39,12 @@ class Family:
     """One architecture of transformers.
 
     Attributes:
-        package: under transformers.models.
+        package: its package in transformers.models.
         model: the class that owns `layers` and `norm`.
-        numerics: rounding mode of its norms.
-        weight_bias: 1.0 where a norm multiplies by 1 + weight.
-        layout: where its layers have norms.
-        is_scaled: whether its layers multiply a sum by a number before adding it.
+        numerics: the rounding mode of its norms.
+        weight_bias: 1.0 if its norms multiply by 1 + weight.
+        layout: the names of its layers' norms.
+        is_scaled: whether its layers multiply a sum by a number before they add it.
     """
 
     package: str
@@ -56,7 +56,7 @@ class Family:
 
     @property
     def post_norm(self) -> bool:
-        """Returns whether the output of attention and MLP is normed before the residual is added."""
+        """Whether the outputs of attention and MLP are normed before the residual is added."""
         return bool(self.layout.mlp_post)
 
 
@@ -67,12 +67,12 @@ FAMILIES = (
     Family("qwen3", "Qwen3Model"),
     Family("qwen3_moe", "Qwen3MoeModel"),
     Family("mixtral", "MixtralModel"),
-    # Scale what is added to the residual.
+    # These scale the sum that is added to the residual.
     Family("granite", "GraniteModel", is_scaled=True),
     Family("minicpm3", "MiniCPM3Model", is_scaled=True),
     Family("glm4", "Glm4Model", layout=_GLM4),
     Family("exaone4", "Exaone4Model", layout=POST_NORM),
-    # Multiply in float32 and round once.
+    # The norms of these multiply in float32 and round once.
     Family("gpt_oss", "GptOssModel", numerics="rounded"),
     Family("olmo2", "Olmo2Model", numerics="rounded", layout=POST_NORM),
     Family("olmo3", "Olmo3Model", numerics="rounded", layout=POST_NORM),

@@ -1,7 +1,7 @@
-"""What a row-parallel module returns instead of a reduced tensor: a sum that is still to be made.
+"""A partial sum that a row-parallel module returns instead of a reduced tensor.
 
-Three uses of it wait for the next one: norming it, scaling it, and adding it to the residual, which
-makes the fused call. Every other use reduces it first, so that no use can see a partial sum.
+Norming or scaling it is deferred; adding it to the residual makes the fused call. Every other use
+reduces it first, so that no code can read a partial sum.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import torch
 
 from allnorm.integrations.transformers.sites import Norm, Site
 
-# A factor is rounded to float32.
+# Factors are rounded to float32, so larger ones would overflow.
 _MAX_SCALE = torch.finfo(torch.float32).max
 _ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, operator.add)
 
 
 class PartialSum:
-    """This rank's part of a sum over ranks, and the site that will reduce it.
+    """This rank's partial of a sum over ranks, and the site that reduces it.
 
-    Not a tensor: torch functions find it through `__torch_function__`, everything else through its
-    operators and attributes, and all of them reduce it, except
+    It is not a tensor. Torch functions reach it through `__torch_function__`, other code through
+    its operators and attributes. All of them reduce it, except:
 
-    - `residual + partial`, which is the fused call of its site;
-    - a product with a number, and the post norm of its site, which give a PartialSum;
-    - `reshape`, `view` and `to` its own dtype, which give a PartialSum;
+    - `residual + partial`, which makes the fused call of its site;
+    - multiplication by a number, and the post norm of its site, which return a PartialSum;
+    - `reshape`, `view`, and `to` its own dtype, which return a PartialSum;
     - its shape and dtype, which are those of the reduced tensor.
 
     Args:
-        value: [..., hidden_size], this rank's part.
-        site: where it came from.
-        is_normed: whether the sum is to go through the post norm of its site.
-        scale: what that is to be multiplied by then.
+        value: [..., hidden_size], this rank's partial.
+        site: the site that it comes from.
+        is_normed: whether the post norm of its site will be applied to the sum.
+        scale: the factor that will then be applied.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class PartialSum:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the reduced tensor."""
+        """The shape of the reduced tensor."""
         return self.value.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the reduced tensor."""
+        """The dtype of the reduced tensor."""
         return self.value.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the reduced tensor."""
+        """The device of the reduced tensor."""
         return self.value.device
 
     def reduced(self) -> torch.Tensor:
-        """Returns the sum over all ranks, normed and scaled if it is to be, made once. Collective."""
+        """Returns the sum over all ranks with its deferred norm and scale. Collective, once."""
         if self._reduced is None:
             make = self.site.normed if self.is_normed else self.site.reduce
-            if torch.is_grad_enabled():  # the module that reduces ran without
+            if torch.is_grad_enabled():  # the reducing module ran without gradients
                 with torch.no_grad():
                     made = make(self.value)
             else:
@@ -74,18 +74,18 @@ class PartialSum:
         return self._reduced
 
     def can_norm(self, norm: Norm) -> bool:
-        """Returns whether this norm is the post norm of its site, and can be left for later."""
+        """Returns whether this norm is the post norm of its site and can be deferred."""
         if torch.is_grad_enabled():
             return False
         as_it_is = self._reduced is None and not self.is_normed and self.scale == 1.0
         return as_it_is and self.site.post is norm and not norm.obstacle(self.value)
 
     def normed(self) -> PartialSum:
-        """Returns the post norm of the sum."""
+        """Returns the sum with its post norm, deferred."""
         return PartialSum(self.value, self.site, is_normed=True)
 
     def add_to(self, residual: torch.Tensor) -> torch.Tensor:
-        """`residual` plus the sum over all ranks; the site keeps its norm for later. Collective."""
+        """Returns `residual` plus the sum over all ranks; the normed rows wait. Collective."""
         change = (self.is_normed, self.scale)
         may_fuse = self._reduced is None and not torch.is_grad_enabled()
         if may_fuse and self.site.can_add(self.value, residual, *change):
@@ -93,7 +93,7 @@ class PartialSum:
         return residual + self.reduced()
 
     def scaled(self, factor: Any) -> Any:
-        """Its product with `factor`, left for later if that is a number and its site scales."""
+        """Returns the sum times `factor`; deferred if that is a number and its site scales."""
         is_number = isinstance(factor, int | float) and abs(factor) <= _MAX_SCALE
         can_wait = self.site.is_scaled or self.is_normed
         if self._reduced is None and self.scale == 1.0 and is_number and can_wait:
@@ -101,7 +101,7 @@ class PartialSum:
         return self.reduced() * _reduced(factor)
 
     def reshape(self, *shape: Any) -> Any:
-        """Another shape of the same sum; reduced first if its rows change, or it is already."""
+        """Returns the sum in a different shape; a reduced tensor if the rows change."""
         if self._reduced is None:
             value = self.value.reshape(*shape)
             if value.shape[-1:] == self.value.shape[-1:]:
@@ -109,13 +109,13 @@ class PartialSum:
         return self.reduced().reshape(*shape)
 
     def view(self, *shape: Any) -> Any:
-        """As `reshape`; a dtype reinterprets the reduced tensor."""
+        """Returns `reshape`, or for a dtype a view of the reduced tensor."""
         if isinstance(shape[0], torch.dtype):
             return self.reduced().view(*shape)
         return self.reshape(*shape)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Itself for its own dtype; anything else is done to the reduced tensor."""
+        """Returns itself for its own dtype; otherwise converts the reduced tensor."""
         if args == (self.dtype,) and not kwargs and self._reduced is None:
             return self
         return self.reduced().to(*args, **kwargs)
@@ -134,7 +134,7 @@ class PartialSum:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("value", "site", "is_normed", "scale", "_reduced"):
-            raise AttributeError(name)  # being unpickled or copied: there is nothing to reduce
+            raise AttributeError(name)  # during unpickling or copying there is nothing to reduce
         return getattr(self.reduced(), name)
 
     @classmethod
@@ -145,7 +145,7 @@ class PartialSum:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Reduces the partial sums among the arguments, and calls; adding two operands fuses."""
+        """Calls a torch function with partial sums reduced; an addition makes the fused call."""
         if function in _ADD and len(args) == 2 and not kwargs:
             left, right = args
             if isinstance(right, PartialSum) and type(left) is not PartialSum:

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans for models that come without one."""
+"""Tensor-parallel plans for models that have none in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a model is fused, and why the rest is not."""
+"""Reports which reductions of a model are fused, and why the rest are not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allnorm.errors import UnsupportedError
 from allnorm.integrations.transformers.sites import Site
 from allnorm.integrations.transformers.wiring import SITES
 
-_EMBEDDING = "the vocabulary is sharded: its rows are summed once per forward pass, by DTensor"
+_EMBEDDING = "its vocabulary is sharded: DTensor reduces its output, once per forward pass"
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,12 @@ class SiteReport:
     """One reduction of a model.
 
     Attributes:
-        name: of the module that reduces.
+        name: the name of the module that reduces.
         reason: why it is not fused; "" if it is.
-        calls: fused calls outside compiled graphs, whose norm was used.
-        unfused_calls: reductions outside compiled graphs whose norm was not part of the call, or
-            was not used: a hook, for example, wanted the sum, or could have changed the residual.
+        calls: number of fused calls outside compiled graphs whose norm was used.
+        unfused_calls: number of reductions outside compiled graphs whose norm was not part of the
+            call or was not used, because a hook, for example, needed the sum or could have changed
+            the residual.
     """
 
     name: str
@@ -40,12 +41,12 @@ class Report:
 
     @property
     def fused(self) -> tuple[SiteReport, ...]:
-        """Sites that make the fused call in inference."""
+        """The sites that make the fused call in inference."""
         return tuple(site for site in self.sites if not site.reason)
 
     @property
     def missed(self) -> tuple[SiteReport, ...]:
-        """Sites that run as without allnorm; each says why."""
+        """The sites that run as without allnorm; `reason` of each is why."""
         return tuple(site for site in self.sites if site.reason)
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Report:
         lines += [f"  {site.name}: {site.reason}" for site in self.missed]
         lines += [
             f"  {site.name}: in {site.unfused_calls} of {site.calls + site.unfused_calls} calls "
-            "the fused norm was not used: a hook or other code took the sum, or could have changed "
+            "the fused norm was not used: a hook or other code read the sum, or could have changed "
             "it"
             for site in self.fused
             if site.unfused_calls
@@ -62,13 +63,13 @@ class Report:
 
 
 def report(model: torch.nn.Module) -> Report:
-    """What of a model is fused.
+    """Reports which reductions of a model are fused.
 
     Args:
-        model: as `from_pretrained` returned it.
+        model: the model, as `from_pretrained` returned it.
 
     Raises:
-        UnsupportedError: it has no site that could be fused; says why.
+        UnsupportedError: the model has no fusable site; the message has the possible reasons.
 
     Not collective.
     """
@@ -81,9 +82,9 @@ def report(model: torch.nn.Module) -> Report:
             missed.append(SiteReport(embedding, _EMBEDDING, 0, 0))
     if not sites:
         raise UnsupportedError(
-            f"{type(model).__name__} has no fusable site: its architecture is not among "
-            "allnorm.integrations.transformers.FAMILIES (subclasses of theirs are not), or it was "
-            "built before enable()."
+            f"{type(model).__name__} has no fusable site: its class is not in "
+            "allnorm.integrations.transformers.FAMILIES (subclasses do not count), or it was built "
+            "before enable(). Call enable() first, then load the model."
         )
     known = [
         SiteReport(s.name, s.obstacle() or s.last_obstacle, s.calls, s.unfused_calls) for s in sites
@@ -92,7 +93,7 @@ def report(model: torch.nn.Module) -> Report:
 
 
 def _sharded_embedding(model: torch.nn.Module) -> str | None:
-    """Returns the name of the embedding of a wired model, if its vocabulary is spread over ranks."""
+    """Returns the name of a wired model's embedding if its vocabulary is sharded, else None."""
     if not getattr(model, SITES, None):
         return None
     for name, module in model.named_children():

@@ -1,17 +1,16 @@
-"""The sites of a model, where a reduction meets a norm: the calls they make, the counts they keep.
+"""The sites of a model, where a norm follows a reduction: their fused calls and their counters.
 
-A site belongs to the module whose output is a partial sum. The stock forward of the model goes on
-to add the residual and to norm the result. The addition makes the fused call and returns the new
-residual; the normed rows wait at the norm. The norm gives them out if it is asked for the norm of
-that very tensor and the tensor cannot have changed. Otherwise it computes the norm of what it is
-given, by a local call with the same bits. A norm of the sum before the addition, and a factor,
-become part of the same call.
+A site belongs to the module whose output is a partial sum. The model's stock forward then adds the
+residual and norms the result. The addition makes the fused call and returns the new residual, and
+the normed rows wait at the norm. The norm returns these rows if its input is that new residual and
+cannot have changed. Otherwise it norms its input by a local call with the same bits. A norm of the
+sum before the addition, and a factor, become part of the fused call.
 
-What ranks must agree on: which call each site makes. So that decision depends on what all ranks
-know only: the switch, the grad mode, `training`, the structure of the model, shapes and dtypes. It
-does not depend on hooks, which one rank alone may have. A rank that needs the sum itself makes the
-same call as its peers, with a residual of -0.0, which changes no bit of the sum. Only sites that
-norm or scale the sum before the addition cannot get the sum out of their call: `Site.keeps_sum`.
+The ranks must agree on the call that each site makes. The decision therefore depends only on what
+all ranks know: the switch, the grad mode, `training`, the model's structure, shapes and dtypes. It
+does not depend on hooks, which only one rank may have. A rank that needs the sum itself makes the
+same call as its peers, with a residual of -0.0, which leaves the bits of the sum unchanged. Only
+sites that norm or scale the sum before the addition cannot return the sum: see `Site.keeps_sum`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from torch.nn.modules import module as nn_module
 import allnorm
 from allnorm.core.sharding import whole_local
 
-# Hooks that these packages register read what they are given, or replace it by another tensor:
-# recorders of hidden states, FSDP.
+# Hooks of these packages (recorders of hidden states, FSDP) only read their arguments or replace
+# them by different tensors.
 _TRUSTED_HOOKS = ("transformers.", "torch.distributed.")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Hooks of every module.
+# Global module hooks.
 _Hooks = tuple[Mapping[int, Any], ...]
 _GLOBAL_SUM_HOOKS: _Hooks = (
     nn_module._global_forward_hooks,
@@ -51,8 +50,8 @@ class Switch:
     """The settings of `enable()` and `disable()`: read by every call, guarded by compiled graphs.
 
     Attributes:
-        enabled: whether sites fuse; otherwise models compute as they do without allnorm.
-        algorithm: of all calls, as in `Communicator.all_reduce_add_rms_norm`.
+        enabled: whether sites fuse; otherwise models compute as without allnorm.
+        algorithm: the algorithm of all calls, as in `Communicator.all_reduce_add_rms_norm`.
     """
 
     enabled: bool = False
@@ -66,9 +65,9 @@ class Ready:
     """Normed rows that wait at a norm, and the tensor that they are the norm of.
 
     Args:
-        normed: the rows.
-        residual: the tensor, as it is now.
-        site: the site that made them.
+        normed: the normed rows.
+        residual: the tensor, with its current contents.
+        site: the site whose call computed them.
     """
 
     def __init__(self, normed: torch.Tensor, residual: torch.Tensor, site: Site) -> None:
@@ -78,10 +77,10 @@ class Ready:
         self._version = None if torch.compiler.is_compiling() else _version(residual)
 
     def is_norm_of(self, value: torch.Tensor) -> bool:
-        """Returns whether `value` is that tensor and still holds what it held.
+        """Returns whether `value` is the same tensor with unchanged contents.
 
-        The version counter sees writes in place. It does not see writes through `.data`, and
-        compiled graphs have none; so hooks that could have written count as writes.
+        The version counter counts in-place writes, but not writes through `.data`, and tensors in
+        compiled graphs have none. Therefore a hook that could have written counts as a write.
         """
         hooks = (*self.site.later_hooks, *_GLOBAL_LATER_HOOKS)
         if value is not self.residual or _any_hook(hooks):
@@ -93,14 +92,14 @@ class Ready:
 
 @dataclass(eq=False)
 class Norm:
-    """An RMSNorm that may find its result made already.
+    """An RMSNorm whose result may have been computed by a fused call already.
 
     Attributes:
-        module: the norm; its weight is [hidden_size].
-        eps: added to the mean square.
+        module: the norm module; its weight is [hidden_size].
+        eps: the number added to the mean square.
         weight_bias: 1.0 for Gemma.
-        numerics: the mode with the roundings of its forward.
-        stock: the forward of the module.
+        numerics: the rounding mode of its forward.
+        stock: the stock forward of the module.
         site: the site that this norm belongs to; None in a copy.
         ready: the rows that wait; None if there are none.
     """
@@ -114,19 +113,19 @@ class Norm:
     ready: Ready | None = None
 
     def obstacle(self, value: torch.Tensor) -> str:
-        """Returns why no call can norm a tensor like `value`, or ""; the same on every rank."""
+        """Returns why no call can norm a tensor like `value`, or ""; equal on every rank."""
         weight = self.weight
         if weight is None:
-            return "the weight of its norm is sharded, by FSDP for example, when the sum is made"
+            return "the weight of its norm is sharded, by FSDP for example, when it reduces"
         if value.dtype not in _DTYPES:
-            return f"its sum is {value.dtype}, which no call takes"
-        if weight.dtype != value.dtype:  # a wider weight would widen the result
-            return f"its norm has a weight of {weight.dtype}, and the sum is {value.dtype}"
+            return f"its sum is {value.dtype}: expected float32, float16 or bfloat16"
+        if weight.dtype != value.dtype:  # the model would promote its result
+            return f"its norm has a weight in {weight.dtype}: expected {value.dtype}, as the sum"
         return ""
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """[hidden_size], as a local tensor; None if this rank does not hold the whole of it.
+        """The weight as a local tensor; None if this rank does not hold all of it.
 
         The parameter is replaced when weights are loaded, and by FSDP around each forward.
         """
@@ -135,7 +134,7 @@ class Norm:
         return whole_local(weight)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of a reduced tensor: rows that wait, or computed now."""
+        """Returns the norm of a reduced tensor: the rows that wait, or a norm computed now."""
         ready, self.ready = self.ready, None
         fuses = self.site is not None and self.site.fuses()
         if ready is not None:
@@ -154,7 +153,7 @@ class Norm:
         return normed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Norm:
-        """Returns the norm of the copied module, which computes as without allnorm."""
+        """Returns the norm of a copied module, which computes as without allnorm."""
         module = copy.deepcopy(self.module, memo)
         stock = copy.deepcopy(self.stock, memo)
         return Norm(module, self.eps, self.weight_bias, self.numerics, stock)
@@ -162,12 +161,12 @@ class Norm:
 
 @dataclass(eq=False)
 class Place:
-    """A module of a model, and where the model keeps it.
+    """A module and its place in the model.
 
     Attributes:
-        name: its path in the model.
-        parent: the module that has it as a child.
-        key: its name among the children.
+        name: the module's path in the model.
+        parent: its parent module.
+        key: its name in the parent.
         module: the module.
     """
 
@@ -177,7 +176,7 @@ class Place:
     module: torch.nn.Module
 
     def obstacle(self) -> str:
-        """Returns what has become of the module, which is not where it was."""
+        """Returns why the module is no longer in its place: removed or replaced."""
         found = self.parent._modules.get(self.key)
         if found is None:
             return f"{self.name} has been removed from the model"
@@ -193,21 +192,20 @@ class Site:
     """One reduction of a model.
 
     Attributes:
-        name: of the module that reduces, such as "layers.3.self_attn.o_proj".
-        norm: the norm of the sum with the residual; None if no norm follows at once.
-        post: the norm of the reduced sum, to whose result the residual is added; None if there is
-            none.
-        is_scaled: whether the model multiplies the sum by a number first.
+        name: the name of the module that reduces, such as "layers.3.self_attn.o_proj".
+        norm: the norm of the sum with the residual; None if no norm follows directly.
+        post: the norm of the reduced sum before the residual is added; None if there is none.
+        is_scaled: whether the model multiplies the sum by a number before it adds the residual.
         link: the communicator, once the module is part of a tensor-parallel plan.
         reason: why the loaded model does not fuse it; "" if it does.
         module: the module that reduces.
         places: the modules from the reduction to the norms.
-        sum_hooks: the hooks of this rank that see the sum before it is added, by module.
-        later_hooks: the hooks of this rank that see the new residual before its norm.
-        calls: fused calls whose norm was used, in eager mode.
-        unfused_calls: reductions in eager mode of which the norm was not used: something else than
-            this norm wanted the sum or the new residual.
-        last_obstacle: why the latest reduction was not a fused call, found when it was made.
+        sum_hooks: this rank's hooks that receive the sum before it is added, by module.
+        later_hooks: this rank's hooks that receive the new residual before its norm.
+        calls: number of fused calls in eager mode whose norm was used.
+        unfused_calls: number of reductions in eager mode whose norm was not used, because other
+            code used the sum or the new residual.
+        last_obstacle: why the latest reduction was not a fused call; "" if it was.
     """
 
     name: str
@@ -230,7 +228,7 @@ class Site:
                 norm.site = self
 
     def obstacle(self) -> str:
-        """Returns why it cannot fuse, or ""; the same on every rank."""
+        """Returns why the site cannot fuse, or ""; equal on every rank."""
         if self.reason:
             return self.reason
         for place in self.places:
@@ -239,37 +237,37 @@ class Site:
         return ""
 
     def fuses(self) -> bool:
-        """Returns whether its sum may stay a partial one now; the same on every rank."""
+        """Returns whether its output may stay a partial sum now; equal on every rank."""
         if not SWITCH.enabled or torch.is_grad_enabled():
             return False
-        # Reentrant checkpointing runs a training forward without gradients, and again with them.
+        # Reentrant checkpointing runs a training forward first without gradients, then with them.
         is_training = self.module is not None and self.module.training
         return not is_training and not self.obstacle()
 
     def has_hooks(self) -> bool:
-        """Returns whether hooks on this rank see the sum before it is added."""
+        """Returns whether hooks on this rank receive the sum before it is added."""
         hooks = (*self.sum_hooks, *_GLOBAL_SUM_HOOKS)
         return _any_hook(hooks if self.post is None else (*hooks, *_GLOBAL_LATER_HOOKS))
 
     @property
     def keeps_sum(self) -> bool:
-        """Returns whether its call gives the sum, too, and is the same whatever becomes of the sum.
+        """Returns whether its call can return the sum, and is the same call whether or not it does.
 
-        With a bias the call adds that, and the residual is added by a local call.
+        With a bias, the call adds the bias, and a local call adds the residual.
         """
         return self._bias() is not None or (self.post is None and not self.is_scaled)
 
     def reduce(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all ranks, and the bias; collective."""
+        """Returns the sum over all ranks plus the bias. Collective."""
         self._count("unfused_calls")
         return self._reduce(value)[1]
 
     def can_add(
         self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
     ) -> bool:
-        """Returns whether `residual + sum` is what the fused call adds.
+        """Returns whether the fused call can compute `residual + sum`.
 
-        A bias would have to be added before the sum is changed.
+        It cannot if the sum is normed or scaled after a bias was added.
         """
         norms = [norm for norm in (self.post, self.norm) if norm is not None]
         if is_normed != (self.post is not None) or not norms:
@@ -283,10 +281,10 @@ class Site:
     def add(
         self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
     ) -> torch.Tensor:
-        """Makes the fused call: returns the new residual, leaves its norm where it is asked for.
+        """Makes the fused call: returns the new residual, and leaves its normed rows at the norm.
 
-        The stock model rounds the sum, then sum + bias, then the residual's sum. One call has two
-        of these roundings; with a bias a local call makes the third.
+        The stock model rounds the sum, then the sum plus bias, then the sum with the residual. One
+        call makes two of these roundings. With a bias, a local call makes the third.
         """
         norm = self.norm
         if self._bias() is None or norm is None:
@@ -307,21 +305,21 @@ class Site:
         return summed
 
     def normed(self, value: torch.Tensor) -> torch.Tensor:
-        """Makes the fused call for a norm of the sum itself; a bias takes the residual's place."""
+        """Makes the fused call for a norm of the sum itself, with a bias as the residual."""
         assert self.post is not None
         normed, summed = self._reduce(value, wants_norm=True)
         self._count("unfused_calls" if normed is None else "calls")
         return self.post.stock(summed) if normed is None else normed
 
     def count_unused(self) -> None:
-        """Notes that the norm of a fused call was not used."""
+        """Counts a fused call whose norm was not used."""
         self._count("calls", -1)
         self._count("unfused_calls")
 
     def _reduce(
         self, value: torch.Tensor, wants_norm: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns the norm of the sum if a call can make it, and the sum with the bias; collective."""
+        """Returns the norm of the sum, if a call can compute it, and sum + bias. Collective."""
         bias, norm = self._bias(), self.post or self.norm
         is_fused = wants_norm or (self.keeps_sum and not (self.is_scaled and self.post is None))
         if norm is not None and is_fused and not self._find_obstacle([norm], value):
@@ -329,7 +327,7 @@ class Site:
                 residual = bias.expand_as(value)
             elif self.post is not None:
                 residual = None
-            else:  # its peers may pass the model's residual; this one adds nothing
+            else:  # adds nothing; peers may pass the model's residual
                 residual = value.new_full(value.shape[-1:], -0.0).expand_as(value)
             return self._call(value, residual, norm)
         assert self.link is not None
@@ -364,33 +362,33 @@ class Site:
         return results
 
     def _find_obstacle(self, norms: list[Norm], value: torch.Tensor) -> str:
-        """Returns, and keeps for the report, why these norms cannot be part of a call, or ""."""
+        """Returns why these norms cannot be part of a call, or ""; stores it for the report."""
         found = next((reason for norm in norms if (reason := norm.obstacle(value))), "")
         if not torch.compiler.is_compiling():
             self.last_obstacle = found
         return found
 
     def _bias(self) -> torch.Tensor | None:
-        """Returns [hidden_size], as a local tensor; None if the module adds none.
+        """Returns the bias, [hidden_size], as a local tensor; None if the module has none.
 
-        The parameter is replaced when weights are loaded, and by FSDP around each forward.
+        It is read at each call: loading weights replaces the parameter, and so does FSDP.
 
         Raises:
-            ValueError: this rank does not hold the whole of it; on every rank.
+            ValueError: the ranks do not hold the whole bias; on every rank.
         """
         bias = None if self.module is None else self.module._parameters.get("bias")
         whole = None if bias is None else whole_local(bias)
         if isinstance(bias, DTensor) and whole is None:
             raise ValueError(
-                f"the bias of {self.name} is a DTensor with placements {bias.placements} when the "
-                "sum is made: expected one that every rank holds whole, as the tensor-parallel "
-                "plans of transformers make it. Let FSDP shard whole layers, or load the model "
-                "after disable()."
+                f"the bias of {self.name} is a DTensor with placements {bias.placements} during "
+                "the reduction: expected a bias that every rank holds whole, as in the "
+                "tensor-parallel plans of transformers. Let FSDP shard whole layers, or load the "
+                "model after disable()."
             )
         return whole
 
     def _count(self, what: str, more: int = 1) -> None:
-        # A compiled graph must not change with the number of its calls.
+        # In a compiled graph a counter would cause recompilation.
         if not torch.compiler.is_compiling():
             setattr(self, what, getattr(self, what) + more)
 
@@ -422,9 +420,9 @@ def _tracked(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _any_hook(hooks: _Hooks) -> bool:
-    """Returns whether there is a hook that may keep or change what it is given."""
+    """Returns whether a hook may keep or change its arguments."""
     for of_module in hooks:
-        if of_module:  # a call for each of many sites: quick where there is none
+        if of_module:  # called at every site, so it is fast without hooks
             for hook in of_module.values():
                 if not str(getattr(hook, "__module__", "")).startswith(_TRUSTED_HOOKS):
                     return True
@@ -432,7 +430,7 @@ def _any_hook(hooks: _Hooks) -> bool:
 
 
 def _in_graph_or_break(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `call`, outside the graph unless the algorithm is "auto".
+    """Returns `call`; under a tracer with an algorithm other than "auto", with a graph break.
 
     The operators have no argument for the algorithm.
     """

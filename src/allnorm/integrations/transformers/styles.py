@@ -1,7 +1,7 @@
 """Parallel styles that leave the sum over ranks to the next norm.
 
-They take the names of the stock styles in the registry of transformers, and differ from them only
-in inference and only for modules that have a site.
+They replace the stock styles in the registry of transformers. They differ from these only in
+inference, and only for modules that have a site.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import Site
 from allnorm.integrations.transformers.wiring import SITE
 
-# By the name of their group, and kept: when the garbage collector takes that of a dropped
-# model differs from rank to rank, and all ranks must make the next one, or none of them.
+# Communicators by group name. They are kept, because garbage collection of a dropped model happens
+# at different times on different ranks, but either all ranks must make a communicator or none.
 _links: dict[str, allnorm.Communicator] = {}
 
 
 class _LeavesTheSum(stock.TensorParallelLayer):
-    """Mixin for a style whose output is a sum over ranks: in inference it stays a partial one."""
+    """A mixin for styles whose output is a sum over ranks: in inference it stays a partial sum."""
 
     def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-        """Connects the site of the module; without one the module gets the stock behavior."""
+        """Links the site of the module; a module without a site gets the stock behavior."""
         link_site(module, mesh)
         return super().install_forward(module, mesh)
 
     def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-        """Returns what `leave_sum` does in inference; else what the stock style returns."""
+        """Returns the result of `leave_sum` in inference, else of the stock style."""
         if _is_local(output) and self.should_use_local_tensors(module):
             site = fusing_site(module)
             if site is not None:
@@ -43,20 +43,19 @@ class _LeavesTheSum(stock.TensorParallelLayer):
 
 
 class FusedRowwise(_LeavesTheSum, stock.RowwiseParallel):
-    """`rowwise`, `rowwise_split_input`: the output is a sum over ranks.
+    """The styles `rowwise` and `rowwise_split_input`: the output is a sum over ranks.
 
-    The weight is sharded by columns of its input, which is split already, or here.
-
-    As in the stock style the matrix product leaves out the bias, which is added to the sum.
+    The weight is sharded along its input dimension. The input is sharded already, or split here. As
+    in the stock style, the GEMM omits the bias, which is added to the sum.
     """
 
 
 class FusedExperts(_LeavesTheSum, stock.MoeExpertsParallel):
-    """`moe_tp_experts`: each rank has a shard of every expert, the output is a sum over ranks."""
+    """The style `moe_tp_experts`: each rank has a shard of every expert; the output is a sum."""
 
 
 def fused_styles() -> dict[str, Any]:
-    """Name in the registry, and what takes it."""
+    """Returns the entries to replace in the registry, by name."""
     return {
         "rowwise": FusedRowwise(input_layouts=Shard(-1), output_layouts=Replicate()),
         "rowwise_split_input": FusedRowwise(input_layouts=Replicate(), output_layouts=Replicate()),
@@ -65,21 +64,22 @@ def fused_styles() -> dict[str, Any]:
 
 
 def fusing_site(module: torch.nn.Module) -> Site | None:
-    """Returns the site of a module if its output may stay a partial sum now; alike on all ranks."""
+    """Returns the site of a module if its output may stay a partial sum now; equal on all ranks."""
     site: Site | None = getattr(module, SITE, None)
     return site if site is not None and site.fuses() else None
 
 
 def leave_sum(value: torch.Tensor, site: Site) -> PartialSum | torch.Tensor:
-    """Returns a PartialSum, or the sum if hooks on this rank are going to see it."""
+    """Returns a PartialSum, or the reduced sum if hooks on this rank will receive it."""
     if not site.has_hooks():
         return PartialSum(value, site)
     try:
         return site.reduce(value)
     except PeerDivergedError as error:
         error.add_note(
-            f"Hooks of this rank see the sum of {site.name} before it is normed or scaled, which "
-            "the fused call of the peers does not give. Register them on every rank or on none."
+            f"Hooks of this rank receive the sum of {site.name} before it is normed or scaled, "
+            "which the fused call of the peers does not return. Register the hooks on every rank "
+            "or on none."
         )
         raise
 
@@ -89,10 +89,10 @@ def link_site(module: torch.nn.Module, mesh: Any) -> None:
     site: Site | None = getattr(module, SITE, None)
     if site is None:
         warnings.warn(
-            f"allnorm: a model with a reducing {type(module).__name__} has no fusable site, or not "
-            "there: its class is not among those that allnorm.integrations.transformers knows "
-            "(see FAMILIES; subclasses of theirs are not), or was built before enable(). It runs "
-            "as without allnorm.",
+            f"allnorm: a reducing {type(module).__name__} has no fusable site and runs without "
+            "allnorm: the model's class is not in allnorm.integrations.transformers.FAMILIES "
+            "(subclasses do not count), or the model was built before enable(). Call enable() "
+            "first, then load the model.",
             stacklevel=2,
         )
         return
@@ -104,16 +104,16 @@ def link_site(module: torch.nn.Module, mesh: Any) -> None:
 def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communicator:
     """Returns the communicator of a group. Collective.
 
-    The communicator is kept until the group ends or a rank cannot use it any more.
+    The communicator is kept until the group ends or any rank cannot use it any more.
     """
     device = torch.device(device_type)
     if device_type == "cuda":  # transformers has bound this process to its GPU
         device = torch.device("cuda", torch.cuda.current_device())
     link = _links.get(group.group_name)
-    # All ranks have made a communicator for a group of this name, or none has. A rank may have
-    # closed its own, and a failure on CUDA may be known to some ranks earlier than to others.
+    # Either all ranks have a communicator for a group of this name, or none has. But a rank may
+    # have closed its own, and ranks may learn of a failure on CUDA at different times.
     if link is None or not _all_can_use(link, group, device):
-        with torch.device("cpu"):  # the default; models may be built under that of "meta"
+        with torch.device("cpu"):  # models may be built with "meta" as the default device
             link = allnorm.Communicator(group, device)
         _links[group.group_name] = link
     return link
@@ -122,10 +122,10 @@ def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communi
 def _all_can_use(
     link: allnorm.Communicator, group: dist.ProcessGroup, device: torch.device
 ) -> bool:
-    """Returns whether `link` is of `group`, open and healthy on every rank. Collective."""
+    """Returns whether `link` belongs to `group`, open and healthy on every rank. Collective."""
     try:
         link.check()
-        usable = link.group == group  # a group of the same name may have been destroyed since
+        usable = link.group == group  # an earlier group of the same name may have been destroyed
     except AllnormError:
         usable = False
     answer = torch.tensor([usable], dtype=torch.int32, device=device)

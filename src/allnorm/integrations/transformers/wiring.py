@@ -1,4 +1,4 @@
-"""Finds the sites of a model when it is built, and lets its norms give out what a site has made."""
+"""Finds the sites of a model when it is built, and makes its norms return sites' normed rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allnorm.integrations.transformers.families import FAMILIES, Family, Layout
 from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import Norm, Place, Site
 
-# Where a module keeps its site, and a model the list of them.
+# The attributes of a module with its site, and of a model with the list of its sites.
 SITE = "_allnorm_site"
 SITES = "_allnorm_sites"
 
@@ -22,7 +22,7 @@ SITES = "_allnorm_sites"
 def wired_constructors() -> Iterator[tuple[Any, Callable[..., None]]]:
     """Yields each family's model class and a constructor for it that also wires the model.
 
-    Whatever builds the model runs it: a class with a head, `AutoModel`, the class itself.
+    Every way to build the model runs it: a class with a head, `AutoModel`, or the class itself.
     """
     for family in FAMILIES:
         name = f"transformers.models.{family.package}.modeling_{family.package}"
@@ -62,8 +62,8 @@ def wire(model: Any, family: Family) -> list[Site]:
 
 
 def _tails(layer: Any, layout: Layout) -> list[tuple[str, str]]:
-    """Returns the modules of a layer's MLP whose output is reduced, and the norm of each."""
-    if hasattr(layer, "experts"):  # Gemma 4: beside the MLP, and both are normed
+    """Returns the modules of a layer's MLP whose output is reduced, and the post norm of each."""
+    if hasattr(layer, "experts"):  # Gemma 4 has experts and an MLP, each with a post norm
         posts = [f"{layout.mlp_post}_{number}" for number in (1, 2)]
         return list(zip(("mlp.down_proj", "experts"), posts, strict=True))
     return [("mlp.experts" if hasattr(layer.mlp, "experts") else "mlp.down_proj", layout.mlp_post)]
@@ -72,7 +72,7 @@ def _tails(layer: Any, layout: Layout) -> list[tuple[str, str]]:
 def _site(model: Any, path: str, norm: str, post: str, family: Family) -> Site:
     """Makes the site of a reducing module; arguments are paths in the model, "" for none."""
     layer = ".".join(path.split(".")[:2])
-    # Outermost first; hooks of the layer itself see the new residual.
+    # Outermost first. Hooks of the layer itself receive the new residual, not the sum.
     way = {place.name: place for place in _way(model, path)}
     inside = [place.module for name, place in way.items() if name.startswith(f"{layer}.")]
     sum_hooks = [hooks for module in inside for hooks in _output_hooks(module)]
@@ -100,7 +100,7 @@ def _site(model: Any, path: str, norm: str, post: str, family: Family) -> Site:
 
 
 def _way(model: Any, path: str) -> Iterator[Place]:
-    """Yields the modules on the way from the model to one of its modules."""
+    """Yields the modules on the path from the model to one of its modules."""
     parent, name = model, ""
     for key in path.split("."):
         name = f"{name}.{key}" if name else key
@@ -110,7 +110,7 @@ def _way(model: Any, path: str) -> Iterator[Place]:
 
 
 def _output_hooks(module: Any) -> tuple[dict[int, Any], ...]:
-    """Returns the hooks that see what the module returns, those of its backward pass too."""
+    """Returns the hooks that receive the module's result, including those of its backward pass."""
     return module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
@@ -120,7 +120,7 @@ def _norm(model: Any, path: str, family: Family) -> Norm | None:
     module = model.get_submodule(path)
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     norm = Norm(module, float(eps), family.weight_bias, family.numerics, module.forward)
-    module.forward = types.MethodType(_norm_forward, norm)  # a deep copy gets a method of its own
+    module.forward = types.MethodType(_norm_forward, norm)  # a deep copy copies the method, too
     return norm
 
 

@@ -1,10 +1,10 @@
-"""The plugin for vLLM: `pip install allnorm` beside it, and tensor-parallel engines are fused.
+"""The vLLM plugin: fuses reductions of tensor-parallel engines wherever allnorm is installed.
 
 vLLM calls `register()` in every process, through the entry point "allnorm" of the group
-`vllm.general_plugins`. It puts allnorm at the seams of `allnorm.integrations.vllm.seams`; each of
-them acts when vLLM imports that module, so that nothing of vLLM is imported early.
+`vllm.general_plugins`. It patches the places listed in `allnorm.integrations.vllm.seams`. Each
+patch is applied when vLLM imports the module, so that no module of vLLM is imported early.
 
-docs/vllm.md says what is fused, how it is switched off, and what it says in the log.
+docs/vllm.md lists what is fused, how to switch it off, and the log messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _registered = False
 
 
 def register() -> None:
-    """Returns the entry point: puts allnorm at vLLM's seams, or says once why it does not. Idempotent.
+    """Installs the plugin's patches, or logs once why it does not. Idempotent.
 
     Never raises, and imports no module of vLLM. Not collective.
     """
@@ -31,5 +31,7 @@ def register() -> None:
         install()
     except Exception as error:  # noqa: BLE001 - an engine must start without its plugins
         logging.getLogger(LOGGER).warning(
-            "allnorm: nothing is fused: %s: %s", type(error).__name__, error
+            "allnorm: nothing is fused, vLLM runs without allnorm: %s: %s",
+            type(error).__name__,
+            error,
         )

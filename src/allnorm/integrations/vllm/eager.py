@@ -1,4 +1,4 @@
-"""The helpers that models without compilation call between a row-parallel linear and a norm."""
+"""Fuses the helpers that eager models call between a row-parallel linear layer and a norm."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Helper = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def patch_helper(module: ModuleType, name: str, weight_bias: float) -> None:
     """Replaces a helper by one that fuses where it can. Idempotent.
 
-    Arguments beyond those that are known are passed on to vLLM's own, which then computes it.
+    Calls with unknown arguments run vLLM's own helper.
 
     Args:
-        module: the one that defines it; others import it from there later.
-        name: of the helper, `(hidden_states, residual, norm) -> (normed, residual)`.
-        weight_bias: what its norm adds to the weight.
+        module: the module that defines the helper; other modules import it from there later.
+        name: the name of the helper, `(hidden_states, residual, norm) -> (normed, residual)`.
+        weight_bias: the number that its norm adds to the weight.
     """
     stock = getattr(module, name, None)
     if stock is not None and not hasattr(stock, "allnorm_stock"):
@@ -58,13 +58,13 @@ def _fused(stock: _Helper, weight_bias: float) -> _Helper:
 def _mode_if_known(
     hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: Any, weight_bias: float
 ) -> str:
-    """As `_mode`; empty, and said once, if vLLM is not as expected here.
+    """Returns `_mode`; empty, with one warning, if vLLM's objects are not as expected.
 
-    Asked of the model and its shapes alone: the answer is the same on every rank.
+    Depends only on the model and its shapes, so it is equal on every rank.
     """
     try:
         return _mode(hidden_states, residual, norm, weight_bias)
-    except Exception as error:  # noqa: BLE001 - the norm is computed by vLLM's own helper
+    except Exception as error:  # noqa: BLE001 - vLLM's own helper computes the norm then
         engine.STATE.announcer.warning(
             f"norms of class {type(norm).__name__} are not fused: {in_words(error)}"
         )
@@ -74,7 +74,7 @@ def _mode_if_known(
 def _mode(
     hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: Any, weight_bias: float
 ) -> str:
-    """Returns the rounding mode of the norm by itself; empty if it is none that allnorm computes."""
+    """Returns the rounding mode of the norm; empty if allnorm does not compute such a norm."""
     if residual is None or residual.shape != hidden_states.shape:
         return ""
     if residual.dtype != hidden_states.dtype or hidden_states.stride(-1) != 1:
@@ -97,7 +97,7 @@ def _mode(
 def _provider(
     hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any, float32_weight: bool
 ) -> str:
-    """Who computes the norm when it is not fused."""
+    """Returns the name of the implementation that computes the norm when it is not fused."""
     from vllm.ir.op import IrOp
 
     weight = norm.weight.float() if float32_weight else norm.weight

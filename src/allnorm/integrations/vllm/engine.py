@@ -1,8 +1,8 @@
-"""What a worker process knows: its communicator, or why it has none; what was fused.
+"""The plugin's state in a worker process: the communicator, or why there is none, and the reports.
 
-Every rank of a tensor-parallel group decides alike, since it decides by the engine's configuration,
-which is the same in all workers, by what `engine_communicator` agreed on, and for each graph by a
-verdict of all ranks that compile it. Nothing here raises into the engine.
+All ranks of a tensor-parallel group decide alike: by the engine's configuration, which is equal in
+all workers, by the agreement in `engine_communicator`, and for each graph by a verdict of all ranks
+that compile it. Nothing raises into the engine.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from allnorm.integrations.vllm.log import LOGGER
 
 @dataclass
 class State:
-    """Of this process.
+    """The plugin's state in this process.
 
     Attributes:
-        vllm_config: of the engine that it works for; None outside of workers.
-        outcome: what the ranks agreed on; None until they were asked.
-        verdicts: where they decide on each graph; None without a communicator.
-        word: of the generation of compiled code, the same on all ranks.
-        place: where the word is kept; None: not by this rank.
-        graphs: how many the pass was given.
-        reports: of those that were fused, or had nothing to fuse.
-        unfused: why graphs run unfused, on all ranks.
-        broken: which seam could not be changed, and so why this rank must not fuse.
-        announcer: speaks for the group, in one of its processes.
+        vllm_config: the engine's configuration; None outside workers.
+        outcome: the ranks' decision; None until they decided.
+        verdicts: the means by which they decide on each graph; None without a communicator.
+        word: the id of the generation of compiled code, equal on all ranks.
+        place: the file that stores the word; None on ranks that do not store it.
+        graphs: number of graphs that the pass received.
+        reports: reports of the graphs that were not left unfused by a verdict.
+        unfused: reasons why graphs run unfused on all ranks.
+        broken: which patch failed, if this rank must not fuse because of that.
+        announcer: logs messages.
     """
 
     vllm_config: Any = None
@@ -67,16 +67,16 @@ STATE = State()
 
 
 def start(vllm_config: Any) -> None:
-    """Takes note of the engine; makes its communicator if compiled graphs will use it. Collective.
+    """Stores the configuration; makes the communicator if compiled graphs will use it. Collective.
 
-    Called by every worker once the groups exist: before the model is loaded, compiled or captured,
-    and whether or not its code comes from a cache. Never raises.
+    Every worker calls it once the groups exist, before the model is loaded, compiled or captured,
+    even if its code comes from a cache. Never raises.
     """
     STATE.vllm_config = vllm_config
     STATE.outcome = STATE.verdicts = STATE.place = None
     STATE.word, STATE.graphs, STATE.reports, STATE.unfused = "", 0, [], []
     try:
-        # All ranks read the same configuration here: what one of them lacks, all lack.
+        # The configuration is equal on all ranks: if reading it fails, it fails on all of them.
         if vllm_config.parallel_config.tensor_parallel_size == 1:
             return
         asked = switch.is_on(vllm_config) and compiles(vllm_config)
@@ -84,7 +84,7 @@ def start(vllm_config: Any) -> None:
             switch.put_back(vllm_config)
         if asked:
             _agree()
-    except Exception as error:  # noqa: BLE001 - the engine goes on without the fusion
+    except Exception as error:  # noqa: BLE001 - the engine continues without fused calls
         _give_up(error)
 
 
@@ -94,30 +94,30 @@ def compiles(vllm_config: Any) -> bool:
 
 
 def communicator_for_eager() -> allnorm.Communicator | None:
-    """For the helpers of eager models. Collective at its first call. Never raises."""
+    """Returns the communicator for eager models. Collective at the first call. Never raises."""
     if STATE.outcome is None:
         config = STATE.vllm_config
         try:
             if config is None or not switch.is_on_for_eager(config):
                 return None
             _agree()
-        except Exception as error:  # noqa: BLE001 - the engine goes on without the fusion
+        except Exception as error:  # noqa: BLE001 - the engine continues without fused calls
             _give_up(error)
     return communicator()
 
 
 def communicator() -> allnorm.Communicator | None:
-    """That of this engine; None before the ranks agreed, or if they agreed not to fuse."""
+    """Returns this engine's communicator; None before the ranks agreed, or if nothing is fused."""
     return None if STATE.outcome is None else STATE.outcome.communicator
 
 
 def _give_up(error: Exception) -> None:
-    """After what must not happen: this rank's engine goes on as if there was no plugin."""
+    """Handles an unexpected error: this rank's engine continues without fused calls."""
     ending = communicator()
     STATE.outcome = Outcome(None, in_words(error))
     if ending is not None:
         ending.close()
-    STATE.announcer.warning(f"nothing is fused, vLLM runs as it is: {STATE.outcome.reason}")
+    STATE.announcer.warning(f"nothing is fused, vLLM runs without allnorm: {STATE.outcome.reason}")
 
 
 def _agree() -> None:
@@ -126,7 +126,7 @@ def _agree() -> None:
 
     group = get_tp_group()
     sizes, obstacle = _Sizes(), STATE.broken
-    # What fails on this rank alone is told to the others, who are waiting for an answer.
+    # An error of this rank alone must become an obstacle, because its peers wait for its answer.
     obstacle = obstacle or attempt(lambda: sizes.read(STATE.vllm_config, group))
     STATE.outcome = engine_communicator(
         group.device_group,
@@ -137,7 +137,7 @@ def _agree() -> None:
         obstacle=obstacle,
     )
     if STATE.outcome.communicator is not None:
-        atexit.register(_stop)  # while the modules that closing needs exist
+        atexit.register(_stop)  # closes it while the modules needed for that exist
         mine = "" if sizes.place is None else generation.take(sizes.place)
         STATE.verdicts, reason, STATE.word = open_verdicts(group.device_group, mine)
         STATE.place = sizes.place
@@ -150,7 +150,7 @@ def _agree() -> None:
 
 @dataclass
 class _Sizes:
-    """What of the engine decides how the communicator is made, and where rank 0 keeps the word."""
+    """Arguments of the communicator, from the engine, and the file with rank 0's word."""
 
     hidden_size: int = 0
     max_tokens: int = 0
@@ -158,7 +158,7 @@ class _Sizes:
     place: pathlib.Path | None = None
 
     def read(self, config: Any, group: Any) -> str:
-        """Reads it; returns why this engine has nothing to fuse, if it has not."""
+        """Reads all fields; returns why this engine has nothing to fuse, or ""."""
         self.hidden_size = config.model_config.get_hidden_size()
         self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.dtype = config.model_config.dtype
@@ -166,7 +166,7 @@ class _Sizes:
             self.place = generation.place_of(config, group)
         if compiles(config):
             importlib.import_module("allnorm.integrations.vllm.graph_pass")
-            _sources()  # what caches ask for later, where nothing may fail
+            _sources()  # read now, because caches need it later, where nothing may fail
         return switch.obstacle(config)
 
 
@@ -176,39 +176,41 @@ def _stop() -> None:
         ending.close()
 
 
-def is_spokesman() -> bool:
-    """Returns whether this rank speaks for its tensor-parallel group."""
+def logs_for_group() -> bool:
+    """Returns whether this rank logs the messages of its tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().rank_in_group) == 0
 
 
 def warn(text: str) -> None:
-    """Returns one warning for each group."""
-    if is_spokesman():
+    """Logs a warning on one rank of the group."""
+    if logs_for_group():
         STATE.announcer.warning(text)
 
 
 def runs_unfused(reason: str) -> None:
-    """Takes note of a graph that runs unfused on all ranks; says so once."""
+    """Records a graph that runs unfused on all ranks, and logs the reason once."""
     STATE.unfused.append(reason)
-    warn(f"a graph runs unfused, on all ranks: {reason}")
+    warn(f"a graph runs unfused on all ranks: {reason}")
 
 
 def ready() -> None:
-    """Returns one line about the engine, once it is ready. Never raises."""
+    """Logs one line with the engine's fused sites, once it is ready. Never raises."""
     try:
         mine = communicator()
-        if mine is None or not is_spokesman():
+        if mine is None or not logs_for_group():
             return
         if not STATE.unfused and STATE.place is not None:
             reason = attempt(_keep_word)
             if reason:
-                STATE.announcer.info(f"the next start compiles everything again: {reason}")
+                STATE.announcer.info(
+                    f"the next start of this engine compiles everything again: {reason}"
+                )
         fused, text = summary(mine.world_size)
         (STATE.announcer.info if fused else STATE.announcer.warning)(text)
     except Exception as error:  # noqa: BLE001 - the engine is ready
-        STATE.announcer.warning(f"what was fused cannot be told: {in_words(error)}")
+        STATE.announcer.warning(f"cannot list the fused sites: {in_words(error)}")
 
 
 def _keep_word() -> str:
@@ -218,13 +220,13 @@ def _keep_word() -> str:
 
 
 def summary(world: int) -> tuple[bool, str]:
-    """Returns whether anything is fused as far as that is known, and the line about it."""
+    """Returns whether anything is known to be fused, and the log line with the fused sites."""
     if not compiles(STATE.vllm_config):
         return True, f"norms of an eager model are fused over {world} ranks"
     if STATE.graphs == 0:
         return True, (
-            f"fuses over {world} ranks; the compiled code came from vLLM's cache, which knows "
-            "allnorm's version and settings"
+            f"fused over {world} ranks; the compiled code came from vLLM's cache, whose keys "
+            "include allnorm's version and settings"
         )
     sites = [site for report in STATE.reports for site in report.sites]
     fused = [site for site in sites if site.fused]
@@ -233,12 +235,12 @@ def summary(world: int) -> tuple[bool, str]:
     kinds = sorted({", ".join(filter(None, (site.numerics, site.quant))) for site in fused})
     if not sites and not missed:
         return False, (
-            f"0 reductions found in the {STATE.graphs} graphs that vLLM compiled, which did not "
-            "come from its cache: nothing in them is fused"
+            f"0 reductions found in the {STATE.graphs} graphs that vLLM compiled: nothing in them "
+            "is fused"
         )
     text = (
         f"{len(fused)} of {len(sites)} reductions fused over {world} ranks, counted in the "
-        f"{STATE.graphs} graphs that were compiled ({'; '.join(kinds) or 'none'})"
+        f"{STATE.graphs} graphs that vLLM compiled ({'; '.join(kinds) or 'none'})"
     )
     if missed:
         text += f"; missed: {'; '.join(missed)}"
@@ -249,7 +251,7 @@ def summary(world: int) -> tuple[bool, str]:
 
 
 def key() -> str:
-    """Everything that compiled code depends on: sources, version, communicator, or their lack."""
+    """Returns a cache key of all that compiled code depends on: sources, version, communicator."""
     mine = communicator()
     if mine is None:
         return f"allnorm {allnorm.__version__} off"

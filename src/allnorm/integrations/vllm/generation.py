@@ -1,11 +1,11 @@
-"""Which compiled code of earlier starts may be used again: that of starts in which all went well.
+"""Decides which compiled code of earlier starts is reused: that of starts that were successful.
 
-vLLM keeps a compile cache for each rank. If one rank of an earlier start was interrupted, or a
-graph was agreed to run unfused in it, what lies in the caches of the ranks need not fit together.
-So a word is part of the caches' keys, and it is written down, by the rank that speaks for its
-group, once an engine is ready and no graph was left unfused by a verdict. A start takes the word
-away and, if it gets as far, puts it back: what was interrupted is not built upon. Without a word
-all ranks compile everything, under a new one.
+vLLM keeps a compile cache per rank. If a rank of an earlier start was interrupted, or a verdict
+left a graph unfused, the cached code of different ranks may not fit together. Therefore a word is
+part of the cache keys. One rank of the group stores the word in a file once the engine is ready and
+no verdict left a graph unfused. Each start removes the word and stores it again when it succeeds,
+so code of an interrupted start is never reused. Without a word, all ranks compile everything with a
+new one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 
 def place_of(vllm_config: Any, group: Any) -> pathlib.Path:
-    """Where the word of this engine is: below vLLM's own caches, so that it goes with them."""
+    """Returns the word's file, inside vLLM's cache, so that deleting the cache deletes it too."""
     from vllm import envs
 
-    # Before there is a communicator: otherwise the word would be part of its own place.
+    # Called before the communicator exists: afterwards compute_hash() depends on the word itself.
     traits = (
         vllm_config.compute_hash(),
         list(group.ranks),
@@ -32,7 +32,7 @@ def place_of(vllm_config: Any, group: Any) -> pathlib.Path:
 
 
 def take(place: pathlib.Path) -> str:
-    """Returns the word, which is then gone; a new one if there is none or it cannot be taken away."""
+    """Removes and returns the stored word; a new word if there is none or it cannot be removed."""
     try:
         word = place.read_text(encoding="ascii")
         place.unlink()
@@ -42,10 +42,10 @@ def take(place: pathlib.Path) -> str:
 
 
 def put_back(place: pathlib.Path, word: str) -> None:
-    """Writes the word down.
+    """Stores the word.
 
     Raises:
-        OSError: it cannot be written; the next start compiles anew.
+        OSError: it cannot be written; the next start compiles everything again.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(word, encoding="ascii")

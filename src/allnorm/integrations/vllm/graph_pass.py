@@ -1,4 +1,4 @@
-"""allnorm's pass, as vLLM's pass manager runs them. Imports vLLM; imported where vLLM runs."""
+"""allnorm's pass for vLLM's pass manager. Imports vLLM, so only import it where vLLM runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _OPERATOR = "vllm::all_reduce"
 
 
 class AllnormFusionPass(VllmInductorPass):
-    """Fuses the reductions over the tensor-parallel group, at every size.
+    """Fuses the reductions over the tensor-parallel group, for every batch size.
 
-    Without a communicator it does nothing. It is not held here: Inductor copies its passes.
+    Without a communicator it does nothing. The communicator is no attribute of the pass, because
+    Inductor copies its passes.
     """
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
@@ -33,12 +34,12 @@ class AllnormFusionPass(VllmInductorPass):
 
     @VllmInductorPass.time_and_log
     def __call__(self, graph: fx.Graph) -> None:
-        """Fuses what it can, if all ranks that compile this graph can; else leaves it as it was.
+        """Fuses a graph if all ranks that compile it can; otherwise leaves it unchanged.
 
-        Collective among these ranks, and bounded in time: see `allnorm.core.verdicts`.
+        Collective among these ranks. Waits for a limited time: see `allnorm.core.verdicts`.
 
         Raises:
-            AllnormError: this rank cannot, and others have it fused already.
+            AllnormError: this rank cannot fuse the graph, but peers already have.
         """
         communicator, verdicts = engine.communicator(), engine.STATE.verdicts
         if communicator is None or verdicts is None:
@@ -50,9 +51,9 @@ class AllnormFusionPass(VllmInductorPass):
             saved = _append(fx.Graph(), graph)
             report = _fuse(graph, communicator)
             answer = Answer(result=_in_words(report))
-        except Exception as error:  # noqa: BLE001 - told to all ranks, which then go on without
+        except Exception as error:  # noqa: BLE001 - told to all ranks, so that no rank fuses
             answer = Answer(obstacle=in_words(error))
-        # Without reductions there is nothing that ranks could do differently, or wait in.
+        # Without reductions, ranks need not decide alike, and there is no call to wait in.
         reason = verdicts.decide(reductions, answer) if reductions else answer.obstacle
         if reason:
             if saved is not None:
@@ -64,7 +65,10 @@ class AllnormFusionPass(VllmInductorPass):
             engine.STATE.reports.append(report)
 
     def uuid(self) -> str:
-        """For Inductor's cache. No rank may take a peer's code: it would miss the verdict."""
+        """Returns the cache key for Inductor, different per rank.
+
+        A rank that used a peer's cached code would not take part in the verdict.
+        """
         return f"{engine.key()} rank {get_tp_group().rank_in_group}"
 
 
@@ -85,9 +89,9 @@ def _fuse(graph: fx.Graph, communicator: allnorm.Communicator) -> FusionReport:
 
 
 def _reductions(graph: fx.Graph) -> str:
-    """What ranks know the graph by: its reductions, which are the same on all of them.
+    """Returns a key of the graph that is equal on all ranks: its reductions.
 
-    The rest is not: constants differ, and one rank alone may add a bias.
+    Other parts may differ between ranks: constants do, and only one rank may add a bias.
     """
     name = _OPERATOR.replace("::", ".") + "."
     found = [node for node in graph.nodes if f"{node.target}.".startswith(name)]
@@ -101,12 +105,12 @@ def _reductions(graph: fx.Graph) -> str:
 
 
 def _in_words(report: FusionReport) -> str:
-    """What was fused, by all that calls of two ranks must have in common."""
+    """Returns a text of all that must be equal on all ranks in the fused calls."""
     return "; ".join(f"{site.numerics} {site.quant}" for site in report.sites)
 
 
 def _append(graph: fx.Graph, other: fx.Graph) -> fx.Graph:
-    """Copies all nodes of another graph, with what is known of them; returns the one with them."""
+    """Appends copies of all nodes of `other` to `graph`, with their metadata; returns `graph`."""
     copied: Any = graph.graph_copy(other, {}, return_output_node=True)
     if copied is not None:
         result, output = copied

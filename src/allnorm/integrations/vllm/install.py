@@ -16,14 +16,14 @@ from allnorm.integrations.vllm.log import LOGGER
 
 
 def install() -> None:
-    """Arranges for each seam to be changed when vLLM imports it; or says what is missing."""
+    """Schedules a patch of each seam for when vLLM imports it, or logs what vLLM lacks."""
     missing = seams.missing()
-    first = multiprocessing.parent_process() is None  # the workers of an engine say no more
+    first = multiprocessing.parent_process() is None  # workers do not log the same again
     if missing:
         if first:
             _log.warning(
-                f"nothing is fused: this vLLM has no {', '.join(missing)}. It is tested with 0.26 "
-                "and 0.33: install one of these, or an allnorm that knows this one."
+                f"nothing is fused: this vLLM has no {', '.join(missing)}. allnorm is tested with "
+                "vLLM 0.26 and 0.33: install one of these, or a newer allnorm."
             )
         return
     for option in seams.OPTIONAL:
@@ -46,29 +46,29 @@ def install() -> None:
 
 _log = Announcer(logging.getLogger(LOGGER))
 _LEFT_ALONE = (
-    "compiled models are fused only where fuse_allreduce_rms is set "
+    "compiled models are fused only if fuse_allreduce_rms is set "
     "(-cc.pass_config.fuse_allreduce_rms=true)"
 )
 
 
 def _without(unfused: str, needed: str = "") -> Callable[[Exception], None]:
-    """What is done when a seam could not be changed: said, and the engine goes on.
+    """Returns a handler for a patch that fails: it logs the error, and the engine continues.
 
     Args:
-        unfused: what stays as vLLM has it.
-        needed: the module, if without it this rank, and so its group, must not fuse at all.
+        unfused: text for the log, what is not fused without the patch.
+        needed: the module, if this rank and so its group must not fuse without the patch.
     """
 
     def failed(error: Exception) -> None:
         if needed:
-            engine.STATE.broken = f"{needed} could not be changed: {in_words(error)}"
+            engine.STATE.broken = f"{needed} could not be patched: {in_words(error)}"
         _log.warning(f"{unfused}: {in_words(error)}")
 
     return failed
 
 
 def _patch_hash(module: ModuleType) -> None:
-    """Lets vLLM's compile cache know what was fused with what."""
+    """Adds allnorm's cache key to vLLM's compile cache."""
     _after(module.PassConfig, "compute_hash", lambda result, *_: f"{result} {engine.key()}")
 
 
@@ -86,7 +86,7 @@ def _patch_worker(module: ModuleType) -> None:
 
 
 def _after(owner: Any, name: str, then: Callable[..., Any]) -> None:
-    """Lets `then(result, *arguments)` follow a function, and give its result. Idempotent."""
+    """Makes a function return `then(result, *arguments)` instead of its result. Idempotent."""
     stock = getattr(owner, name)
     if hasattr(stock, "allnorm_stock"):
         return

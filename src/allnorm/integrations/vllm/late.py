@@ -1,7 +1,7 @@
-"""Acting on a module when somebody else imports it.
+"""Runs actions when a module is imported later.
 
-What an action raises would be raised by that import, which is the engine's: it goes to the caller
-of `when_imported` instead.
+An exception in an action would be raised by the engine's import statement. It is passed to a
+handler instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Failed = Callable[[Exception], None]
 
 
 def when_imported(name: str, action: Action, failed: Failed) -> None:
-    """Calls `action` with the module once it has run; now, if it was imported before.
+    """Calls `action` with a module after its import; immediately if it is imported already.
 
     Args:
-        name: of the module.
-        action: is given the module.
-        failed: is given what `action` raised; nobody else hears of it.
+        name: the name of the module.
+        action: called with the module.
+        failed: called with the exception if `action` raises one.
     """
 
     def guarded(module: ModuleType) -> None:
@@ -43,7 +43,7 @@ def when_imported(name: str, action: Action, failed: Failed) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what other finders find, and puts itself behind their loader."""
+    """A meta path finder: finds modules by the other finders, and wraps their loaders."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}
@@ -75,7 +75,9 @@ class _Loader(importlib.abc.Loader):
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:  # from now on, nobody sees that we were here
+        if (
+            module.__spec__ is not None
+        ):  # restores the original loader, which other code may inspect
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)

@@ -1,13 +1,13 @@
-"""What vLLM's own norm operators compute, for the graph pass.
+"""Decompositions of vLLM's norm operators, for the graph pass.
 
 A norm is an operator of vLLM's intermediate representation until it is lowered to one of several
-implementations, so which rounding it makes depends on what it will be lowered to. "native" is a
-PyTorch function, which is traced; the kernels in vLLM's C extension round the sum, and multiply by
-the weight in float32. What else there may be is not known here: such a norm is not fused.
+implementations, which round differently. "native" is a PyTorch function, which is traced. The
+kernels of vLLM's C extension round the sum and multiply by the weight in float32. Norms with other
+implementations are not fused.
 
-Inductor computes a fused kernel in float32 from its loads to its stores: the native function's
-rounding before the weight is not there when it has been compiled, unless `emulate_precision_casts`
-is set. benchmarks/engines/vllm_rounding.py measures it; docs/engineering-log has the figures.
+Inductor computes a kernel in float32 from its loads to its stores. Unless `emulate_precision_casts`
+is set, compiled code therefore lacks the native function's rounding before the weight.
+benchmarks/engines/vllm_rounding.py measures this; docs/engineering-log has the figures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = ("rms_norm", "fused_add_rms_norm")
 
 
 def decompositions() -> dict[str, Callable[..., Any]]:
-    """By the name of the operator; empty if vLLM has no such representation any more."""
+    """Returns the decompositions by operator name; empty if vLLM has no such operators."""
     try:
         from vllm.ir.op import IrOp
     except ImportError:
@@ -35,7 +35,7 @@ def decompositions() -> dict[str, Callable[..., Any]]:
 
 
 class _Lowered:
-    """An operator as the implementation that it will be lowered to computes it."""
+    """A decomposition of an operator: the implementation that it will be lowered to."""
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -50,10 +50,13 @@ class _Lowered:
 
 
 def _as_compiled(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With a float32 weight the native function makes the roundings that Inductor leaves of it."""
+    """Returns arguments with which the native function rounds as its compiled version does.
+
+    With a float32 weight it multiplies in float32 and rounds once.
+    """
     from torch._inductor import config
 
-    at = _NAMES.index(name) + 1  # the weight's place
+    at = _NAMES.index(name) + 1  # index of the weight
     if config.emulate_precision_casts or args[at] is None:
         return args
     return (*args[:at], args[at].float(), *args[at + 1 :])
@@ -79,7 +82,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def mode_of(provider: str, *, float32_weight: bool) -> str:
-    """Returns the rounding mode of an add and norm that this computes eagerly; empty if unknown."""
+    """Returns the rounding mode of an implementation in eager mode; empty if unknown."""
     if provider == "native":
         return "unrounded" if float32_weight else "vllm"
     return "rounded" if provider == "vllm_c" else ""

@@ -1,15 +1,15 @@
-"""What vLLM's quantization kernels compute, for the graph pass.
+"""Decompositions of vLLM's quantization kernels, for the graph pass.
 
-They are nodes of the graph where the custom operator `quant_fp8` is on, each a mutating operator of
-the C extension inside `auto_functionalized`. A function here returns what the operator stores.
-Where it is off, vLLM writes the quantization out in PyTorch, and the pass reads that.
+With the custom operator `quant_fp8` enabled, each quantization is a mutating operator of the C
+extension inside `auto_functionalized`; the functions here return what it stores. With `quant_fp8`
+disabled, the graph contains the quantization as PyTorch operators, which the pass evaluates.
 
-Groups are quantized with the same operations as in allnorm. With a static scale, vLLM multiplies
-by the reciprocal, and with a scale for each token it keeps that above 1 / (448 * 512), so these are
-fused by `approximate_quant`, which says by how much results can differ.
+vLLM quantizes groups with the same operations as allnorm. With a static scale it multiplies by the
+reciprocal, and per-token scales are at least 1 / (448 * 512). These two need `approximate_quant`,
+whose documentation has the bounds of the differences.
 
-NVFP4 and MXFP8 are operators in every case, taken with scales in tiles (MXFP8) or in either layout
-(NVFP4). vLLM's NVFP4 multiplies by an approximate reciprocal, so rare scales are the next number.
+NVFP4 and MXFP8 are always operators, fused with tiled scales (MXFP8) or either layout (NVFP4).
+vLLM's NVFP4 multiplies by an approximate reciprocal, so rare scales are the adjacent number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEAST_SCALE = 1 / (_MAX * 512)
 
 
 def decompositions() -> dict[str, Callable[..., Any]]:
-    """By the name of the operator."""
+    """Returns the decompositions by operator name."""
     return {
         "_C::static_scaled_fp8_quant": _static,
         "_C::dynamic_per_token_scaled_fp8_quant": _per_token,
@@ -74,7 +74,7 @@ def _nvfp4(
     output_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     layout = "swizzled_128x4" if is_sf_swizzled_layout else "row_major"
-    if output_scale is None:  # of the functional overload: words of four scales, or bytes
+    if output_scale is None:  # the functional overload allocates words of four scales, or bytes
         tokens, groups = input.shape[0], input.shape[1] // 16
         shape, dtype = (tokens, groups), torch.uint8
         if is_sf_swizzled_layout:
@@ -87,7 +87,7 @@ def _mxfp8(
     x: Tensor, is_sf_swizzled_layout: bool = False, alignment: int = 0
 ) -> tuple[Tensor, Tensor]:
     if not is_sf_swizzled_layout:
-        raise NotImplementedError("its scales are bytes in rows, which allnorm does not write")
+        raise NotImplementedError("its scales are row-major bytes, a layout allnorm does not write")
     if alignment > 0 and x.shape[-1] % alignment:
         raise NotImplementedError(f"its rows are padded to a multiple of {alignment} elements")
     return block_scaled(x, allnorm.MxFp8())

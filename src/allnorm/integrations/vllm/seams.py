@@ -1,7 +1,7 @@
-"""The places in vLLM that the plugin relies on, and whether the installed one has them.
+"""Lists the places in vLLM that the plugin relies on, and checks that the installed vLLM has them.
 
-They are looked up in its sources: to import them would take seconds in processes that never need
-them, and set up its platform too early.
+They are looked up in vLLM's source files. Importing them would take seconds in processes that never
+need them, and would initialize vLLM's platform too early.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Seam:
     """A name in a module of vLLM.
 
     Attributes:
-        module: dotted name.
-        name: of a function, a class, a method ("Class.method"), a field ("Class.field": declared in
-            the class, or assigned to `self` in its constructor), or anything that is assigned or
-            imported at the module's top level.
-        use: what the plugin does there.
-        parameters: what a function takes, the first of all its parameters, without `self`; those
-            that follow have defaults.
+        module: the dotted name of the module.
+        name: the name of a function, class, method ("Class.method") or field ("Class.field":
+            declared in the class, or assigned to `self` in its constructor), or of anything that is
+            assigned or imported at the module's top level.
+        use: what the plugin does with it.
+        parameters: the first parameters of a function, without `self`; all later parameters must
+            have defaults.
     """
 
     module: str
@@ -40,13 +40,13 @@ class Seam:
 
 @dataclass(frozen=True)
 class Option:
-    """Seams of which one is enough, and without which something is left as vLLM has it.
+    """Alternative seams, at least one of which vLLM must have for one kind of norm to be fused.
 
     Attributes:
-        unfused: what that is, in words.
-        alternatives: one for each generation of vLLM.
-        needs: what each of them relies on besides.
-        weight_bias: of a helper of eager models, what its norm adds to the weight.
+        unfused: text for the log, what is not fused without any of them.
+        alternatives: one seam per generation of vLLM.
+        needs: seams that every alternative also needs.
+        weight_bias: for helpers of eager models, the number that the norm adds to the weight.
     """
 
     unfused: str
@@ -55,7 +55,7 @@ class Option:
     weight_bias: float = 0.0
 
     def present(self) -> list[Seam]:
-        """Those that the installed vLLM has; none, if it lacks what they need."""
+        """Returns the alternatives that the installed vLLM has; empty if it lacks their needs."""
         if missing(self.needs):
             return []
         return [seam for seam in self.alternatives if _exists(seam)]
@@ -76,14 +76,14 @@ WORKER = "vllm.v1.worker.gpu_worker"
 GEMMA_HELPER = "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm"
 _PARALLEL_STATE = "vllm.distributed.parallel_state"
 _LAYERNORM = "vllm.model_executor.layers.layernorm"
-# Where the helper for plain norms is: in 0.33, and in 0.26.
+# Modules of the helper for plain norms in vLLM 0.33 and in 0.26.
 PLAIN_HELPERS = (
     "vllm.models.common.ops.fused_allreduce_rms_norm",
     "vllm.models.deepseek_v32.nvidia.fused_ops",
 )
 _HELPED = ("hidden_states", "residual", "norm")
 
-# Without one of these nothing is done.
+# If one of these is missing, nothing is fused.
 REQUIRED = (
     Seam(CONFIG, "OPTIMIZATION_LEVEL_TO_CONFIG", "sets the default of fuse_allreduce_rms"),
     Seam(PASS_CONFIG, "PassConfig.compute_hash", "tells compile caches of allnorm"),
@@ -98,7 +98,7 @@ REQUIRED = (
         ("vllm_config", "rank"),
     ),
     Seam(WORKER, "Worker.compile_or_warm_up_model", "after it the sites are logged"),
-    # What is read, and written, of vLLM's objects.
+    # Fields of vLLM's objects that the plugin reads or writes.
     *_fields(
         *(CONFIG, "VllmConfig", "what an engine is to do"),
         *("additional_config", "compilation_config", "model_config", "parallel_config"),
@@ -148,7 +148,7 @@ HELPERS = (
         ),
     ),
 )
-# Without these the norms that they stand for are not fused.
+# If one of these is missing, only the norms that it belongs to are not fused.
 OPTIONAL = (
     Option(
         "norms that are operators of vLLM's intermediate representation are not fused",
@@ -163,7 +163,7 @@ OPTIONAL = (
 
 
 def missing(seams: tuple[Seam, ...] = REQUIRED) -> list[str]:
-    """Those that the installed vLLM does not have, in words."""
+    """Returns the texts of the seams that the installed vLLM lacks."""
     return [str(seam) for seam in seams if not _exists(seam)]
 
 
@@ -193,7 +193,7 @@ def _parsed(module: str) -> ast.Module | None:
 
 
 def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
-    """What is called `name` in a module or class, also below an `if`, `try` or `with`."""
+    """Yields definitions of `name` in a module or class, also inside `if`, `try` or `with`."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             if node.name == name:
@@ -218,7 +218,7 @@ def _set_on_self(constructor: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _takes(node: ast.AST, parameters: tuple[str, ...]) -> bool:
-    """Returns whether a function can be called with these alone."""
+    """Returns whether a function can be called with exactly these parameters."""
     if not isinstance(node, ast.FunctionDef):
         return False
     positional = node.args.posonlyargs + node.args.args

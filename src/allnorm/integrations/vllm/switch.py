@@ -1,9 +1,9 @@
-"""vLLM's own switch, `PassConfig.fuse_allreduce_rms`: its default, and what the user said.
+"""Controls vLLM's own switch, `PassConfig.fuse_allreduce_rms`: its default and the user's value.
 
-An engine's configuration is made once, in the process that the user started, and sent to its
-workers. A field that the user left alone gets its default from a table of vLLM; the plugin's own
-default takes that place, so that an explicit value stays what it is. What was decided goes into
-`additional_config`, from which the workers, and vLLM's compile cache, know it.
+An engine's configuration is made once, in the process that the user started, and sent to the
+workers. vLLM takes the defaults of unset fields from a table. The plugin replaces the default of
+this field in that table, so that explicit values are respected. The decision is stored in
+`additional_config`, where the workers and vLLM's compile cache find it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from allnorm.integrations.vllm.log import LOGGER
 FIELD = "fuse_allreduce_rms"
 KEY = "allnorm"
 
-# vLLM compiles a second time for batches above this many MiB, which its own fusion does not take.
+# vLLM compiles a second time for batches above this many MiB, which its own fusion cannot handle.
 _NO_LIMIT_MB = 1e6
 
 _announcer = Announcer(logging.getLogger(LOGGER))
 
 
 def patch_defaults(config: ModuleType) -> None:
-    """Puts the plugin's default into vLLM's tables, one for each optimization level. Idempotent.
+    """Sets the plugin's default in vLLM's tables, one per optimization level. Idempotent.
 
     Raises:
-        KeyError: a table has no such default; none was changed.
+        KeyError: a table has no such default; no table was changed.
     """
     levels = config.OPTIMIZATION_LEVEL_TO_CONFIG.values()
     tables = [defaults["compilation_config"]["pass_config"] for defaults in levels]
@@ -39,7 +39,7 @@ def patch_defaults(config: ModuleType) -> None:
 
 
 class _Default:
-    """What vLLM calls for a field that the user left alone."""
+    """A callable default, which vLLM calls for a field that the user did not set."""
 
     def __init__(self, stock: bool | Callable[[Any], bool]) -> None:
         self._stock = stock
@@ -49,7 +49,9 @@ class _Default:
         try:
             return self._decide(vllm_config, stock)
         except Exception as error:  # noqa: BLE001 - an engine must start without its plugins
-            _announcer.warning(f"nothing is fused: {type(error).__name__}: {error}")
+            _announcer.warning(
+                f"nothing is fused, vLLM runs without allnorm: {type(error).__name__}: {error}"
+            )
             return stock
 
     def _decide(self, vllm_config: Any, stock: bool) -> bool:
@@ -59,7 +61,10 @@ class _Default:
             return stock
         additional = vllm_config.additional_config
         if not isinstance(additional, dict):
-            _announcer.warning("nothing is fused: additional_config is no dictionary")
+            _announcer.warning(
+                "nothing is fused: additional_config is a "
+                f"{type(additional).__name__}, expected a dict"
+            )
             return stock
         vllm_config.additional_config = {
             **additional,
@@ -83,25 +88,25 @@ def obstacle(vllm_config: Any) -> str:
     if parallel.tensor_parallel_size == 1:
         return "tensor_parallel_size is 1: nothing is reduced"
     if parallel.use_ubatching:
-        return "two batches run at once (dual batch overlap): calls must be ordered"
+        return "dual batch overlap runs two batches at once, but calls need one order on all ranks"
     return ""
 
 
 def was_left_alone(vllm_config: Any) -> bool:
-    """Returns whether the user left the switch to its default, and allnorm was there."""
+    """Returns whether the user did not set the switch, and the plugin set its default."""
     additional = vllm_config.additional_config
     return isinstance(additional, dict) and KEY in additional
 
 
 def stock_default(vllm_config: Any) -> bool:
-    """Returns whether vLLM's own fusion would run if allnorm was not there."""
+    """Returns whether vLLM's own fusion would run without allnorm."""
     if was_left_alone(vllm_config):
         return bool(vllm_config.additional_config[KEY]["stock"])
     return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
 
 
 def put_back(vllm_config: Any) -> None:
-    """Gives the switch vLLM's own default again, where the plugin had set it."""
+    """Resets the switch to vLLM's own default if the plugin had set it."""
     vllm_config.compilation_config.pass_config.fuse_allreduce_rms = stock_default(vllm_config)
 
 
@@ -111,5 +116,5 @@ def is_on(vllm_config: Any) -> bool:
 
 
 def is_on_for_eager(vllm_config: Any) -> bool:
-    """Returns whether helpers of eager models fuse: unless the user said no."""
+    """Returns whether helpers of eager models fuse: yes, unless the user set the switch to off."""
     return is_on(vllm_config) or was_left_alone(vllm_config)
