@@ -1,4 +1,4 @@
-"""What the tests of the graph pass share: hand-made graphs, and what must hold of a fused one."""
+"""Shared parts of the tests of the graph pass: graphs, and checks of fused graphs."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ FP8 = torch.float8_e4m3fn
 
 
 def reduce(x: Any, op: str = "sum", group: str = "0") -> Any:
-    """Returns a functional all-reduce, waited for; traceable by torch.fx."""
+    """Runs a functional all-reduce and waits for it; traceable by torch.fx."""
     reduced = torch.ops._c10d_functional.all_reduce.default(x, op, group)
     return torch.ops._c10d_functional.wait_tensor.default(reduced)
 
 
 def rstd(z: Any, eps: float = EPS) -> Any:
-    """1/rms of the rows of a float32 tensor."""
+    """Returns 1/rms of the rows of a float32 tensor."""
     return torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def llama(x: Any, weight: Any, eps: float = EPS) -> Any:
-    """As in transformers: rounded before the weight."""
+    """Norms as in transformers: rounds before the weight."""
     z = x.to(torch.float32)
     return weight * (z * rstd(z, eps)).to(torch.bfloat16)
 
 
 def gemma(x: Any, weight: Any) -> Any:
-    """As in transformers: `1 + weight`, in float32."""
+    """Norms as Gemma in transformers: multiplies by `1 + weight` in float32."""
     z = x.float()
     return (z * rstd(z) * (1.0 + weight.float())).type_as(x)
 
 
 def cast(quotient: Any) -> Any:
-    """To FP8, as allnorm and everybody else does it."""
+    """Converts to FP8 with saturation."""
     return quotient.clamp(-448.0, 448.0).to(FP8)
 
 
 @dataclasses.dataclass
 class Inputs:
-    """Arguments of a graph: this rank's partial sum, and what is the same on every rank."""
+    """Arguments of a graph: this rank's partial sum; residual and weight are equal on all ranks."""
 
     dtype: torch.dtype = torch.bfloat16
     weight_dtype: torch.dtype | None = None
@@ -66,7 +66,7 @@ class Inputs:
 
 
 def nodes_calling(module: GraphModule, *names: str) -> list[str]:
-    """Nodes whose target's name contains one of these."""
+    """Returns the nodes whose target's name contains one of these."""
     return [n.name for n in module.graph.nodes if any(name in str(n.target) for name in names)]
 
 
@@ -75,7 +75,7 @@ def fused_calls(module: GraphModule) -> list[str]:
 
 
 def assert_close_norm(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for what the order of the mean square's sum may change.
+    """Compares norms; allows only what the order of the mean square's sum may change.
 
     That is one ulp of float32, and rarely one of 16 bits, which a weight may make two. A wrong
     rounding mode changes more than a tenth of a 16-bit result.
@@ -89,7 +89,7 @@ def assert_close_norm(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_close_sandwich(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for what a last bit of the post norm changes: in few elements, and there little.
+    """Compares results after a post norm; allows small differences in few elements.
 
     Where the sum with the residual cancels, that is more than an ulp of the sum.
     """
@@ -110,14 +110,14 @@ def check_fused(
     close: Callable[[Tensor, Tensor, str], None] = assert_close_norm,
     **arguments: Any,
 ) -> FusionReport:
-    """Fuses, and compares with what the graph computed before.
+    """Fuses a graph and compares its results with those of the unfused graph.
 
     Args:
         module: the graph.
-        inputs: its arguments; compared too, for what the graph stores there.
-        numerics: the mode of each site, in order.
-        norms: so many of the first results are normed; the others must be the same bits.
-        close: how these are compared.
+        inputs: its arguments; compared too, because the graph may write them.
+        numerics: the rounding mode of each site, in order.
+        norms: number of leading results that are normed; the others must be bit-identical.
+        close: the comparison of the normed results.
         arguments: of `fuse`.
     """
     expected_inputs, actual_inputs = ([t.clone() for t in inputs] for _ in range(2))
@@ -150,7 +150,7 @@ def check_fused(
 def check_missed(
     module: GraphModule, inputs: Sequence[Tensor] | None, reason: str, **arguments: Any
 ) -> FusionReport:
-    """Fuses nothing, changes nothing, and says why."""
+    """Checks that nothing is fused or changed, and that the reason matches."""
     before, code = str(module.graph), module.code
     report = fuse(module, inputs, **arguments)
     assert [site.numerics for site in report.sites] == [None], str(report)
@@ -165,7 +165,7 @@ def check_missed(
 
 
 def captured(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
-    """Returns the graph that Dynamo makes of a function, with its metadata."""
+    """Returns the graph that Dynamo captures from a function, with its metadata."""
     graphs: list[GraphModule] = []
 
     def keep(module: GraphModule, _: object) -> Callable[..., Any]:

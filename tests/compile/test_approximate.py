@@ -1,4 +1,4 @@
-"""Quantizations as kernels make them: fused where the caller allows it, within a bound."""
+"""Tests quantizations as common kernels compute them: fused if allowed, within a bound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .helpers import (
 )
 
 LEAST_SCALE = 1 / (448.0 * 512.0)
-# 41 * fl(1/41) is not 1: products with the reciprocal miss ties that quotients hit.
+# 41 * fl(1/41) is not 1: multiplying by the reciprocal misses ties that dividing hits.
 STATIC = 41 / 2048
 
 
@@ -99,7 +99,7 @@ TAKEN: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-# What is left alone all the same.
+# Quantizations that are never fused.
 
 
 def least_scale_above_all(y, _):
@@ -163,7 +163,7 @@ LEFT = {
 
 
 def block(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a reduction, a norm and its quantization; the normed tensor is given out too."""
+    """Computes a reduction, a norm and its quantization; also returns the normed tensor."""
 
     def run(x, residual, w, scale):
         total = reduce(x) + residual
@@ -174,7 +174,7 @@ def block(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arguments(rank: int, scale_shape: tuple[int, ...] = (1,)) -> list[Tensor]:
-    """Rows of all sizes, so that eps makes some normed ones small; the last is of zeros."""
+    """Returns rows of many magnitudes, so that eps makes some normed rows small; one is zero."""
     x, residual, w = Inputs(torch.float16).make(rank)
     sizes = torch.exp2(-torch.arange(24.0)).unsqueeze(-1)
     sizes[-1] = 0
@@ -222,7 +222,7 @@ def taken(rank: int, world_size: int, name: str) -> int:
     assert (scale.shape, scale.dtype) == (written_scale.shape, written_scale.dtype)
     if quant != "per_tensor":
         assert_same_bits(scale.flatten(), want.scale.flatten(), "scale")
-    # All scales but the small ones are the same bits.
+    # All scales except small ones are bit-identical.
     rows = y.float().view(-1, 128 if quant == "per_group 128" else HIDDEN)
     large = rows.abs().amax(-1) >= 1 / 512
     if quant == "per_tensor":
@@ -231,7 +231,7 @@ def taken(rank: int, world_size: int, name: str) -> int:
         assert 0 < int(large.sum()) < large.numel(), "rows of both kinds"
         assert_same_bits(scale.flatten()[large], written_scale.flatten()[large], "large scales")
         assert bool((scale.flatten() <= written_scale.flatten()).all())
-    # With the same scale the bytes are those of the quotient, or of a float32 next to it.
+    # With the same scale the bytes are those of the quotient or of an adjacent float32 number.
     column = scale.reshape(-1, 1) if quant != "per_tensor" else scale.reshape(1, 1)
     quotient = rows / column
     infinity = torch.tensor(torch.inf)
@@ -282,7 +282,7 @@ def test_left(pool: RankPool, name: str) -> None:
 
 
 def static_shapes(rank: int, world_size: int) -> None:
-    """Returns a given scale of one element, in any shape, also one that two sites share."""
+    """Tests given scales of one element, in several shapes, and one that two sites share."""
     want = None
     for shape in ((1,), (), (1, 1)):
         inputs = arguments(rank, shape)
@@ -311,7 +311,7 @@ def test_static_shapes(pool: RankPool) -> None:
 
 
 def dynamo(rank: int, world_size: int) -> None:
-    """With a symbolic number of tokens, as Dynamo traces it."""
+    """Tests graphs of Dynamo with a symbolic number of tokens."""
     inputs = arguments(rank)
     for tensor in inputs[:2]:
         torch._dynamo.mark_dynamic(tensor, 0)

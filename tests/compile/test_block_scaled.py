@@ -1,4 +1,4 @@
-"""Operators that quantize to MXFP8 and NVFP4, declared as vLLM declares them: fused, to the bit."""
+"""Tests operators that quantize to MXFP8 and NVFP4, declared as in vLLM: fused, bit-identical."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[Layer, str]] = {}
 
 
 def layer(quant: str) -> Callable[[Layer], Layer]:
-    """Marks a function of (x, residual, weight, global scale) with what must be fused."""
+    """Marks a function of (x, residual, weight, global scale) with the quantization to fuse."""
 
     def add(function: Layer) -> Layer:
         LAYERS[function.__name__] = (function, quant)
@@ -105,7 +105,7 @@ def layer(quant: str) -> Callable[[Layer], Layer]:
 def stored(
     y: Any, given: Any, swizzled: bool = True, padding: int = 0, transposed: bool = False
 ) -> Any:
-    """As vLLM calls it, functionalized."""
+    """Calls the operator in its functional wrapper, as in vLLM."""
     scale = scale_of(y, swizzled, padding)
     _, output, scale = auto_functionalized(
         torch.ops._C.scaled_fp4_quant.out,
@@ -131,7 +131,7 @@ def stored_in_rows(x, residual, w, given):
 
 
 def wrapped(y: Any, given: Any, **views: Any) -> Any:
-    """In the wrapper that Inductor has by default, which counts bases, the rows last."""
+    """Calls the operator in `auto_functionalized_v2`, Inductor's default, with the rows last."""
     _, scale, output = auto_functionalized_v2(
         torch.ops._C.scaled_fp4_quant.out,
         input=y,
@@ -192,7 +192,7 @@ def mx_beside_the_16_bit_rows(x, residual, w, given):
     return *torch.ops.vllm.mxfp8_quantize.default(y, True, 32), residual, y
 
 
-# Left to the graph, behind the fused 16-bit call.
+# The graph keeps these, after the fused 16-bit call.
 
 
 @layer("not: padded to 264 elements from 256")
@@ -229,7 +229,7 @@ def inputs_of(rank: int, tokens: int = 24) -> list[torch.Tensor]:
 
 
 def traced(function: Layer, inputs: list[torch.Tensor], dynamic: bool) -> Any:
-    """Returns the graph of a layer; dynamic: of any number of tokens."""
+    """Returns the graph of a layer; with `dynamic`, for any number of tokens."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC, DimDynamic.STATIC]
     fakes = [
@@ -263,7 +263,7 @@ def fused(rank: int, world_size: int, name: str, dynamic: bool) -> tuple[Any, st
 def check(
     module: Any, function: Layer, rank: int, world_size: int, tokens: int, quant: str
 ) -> None:
-    """Returns the bytes of the numerics page, in the shapes and dtypes of the graph."""
+    """Compares with the bytes that the numerics page defines, in the graph's shapes and dtypes."""
     inputs = inputs_of(rank, tokens)
     results, like = module(*inputs), function(*inputs)
     given = inputs[3]

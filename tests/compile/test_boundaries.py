@@ -1,4 +1,4 @@
-"""Graphs of other boundaries: norms before the residual add, scaled sums, no second norm."""
+"""Tests graphs with norms before the residual add, scaled sums, or no second norm."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def boundary(
     """Marks a function of (x, residual, weight) as a graph that must be fused.
 
     Args:
-        words: what the report calls the boundary.
+        words: the report's text for the boundary.
         numerics: the mode of each site.
         inputs: of the graph.
-        norms: so many of its results are computed from a norm; the others must be the same bits.
+        norms: number of results computed from a norm; the others must be bit-identical.
     """
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,7 +191,7 @@ def scaled_post_norm_only(x, residual, w):
 
 @boundary("post norm, no second norm", "rounded", norms=1)
 def sum_changed_by_a_buffer(x, residual, w):
-    """Gemma 4: a layer multiplies its result by a tensor."""
+    """Multiplies the sum by a tensor, as layers of Gemma 4 do."""
     residual = residual + gemma(reduce(x), w)
     residual *= w[:1]
     return gemma(residual, w)
@@ -274,7 +274,7 @@ NEARLY: dict[str, tuple[Callable[..., Any], str, str, str]] = {}
 
 
 def nearly(numerics: str, words: str, note: str) -> Any:
-    """Marks a graph of which less is fused than there is, with the reason in the note."""
+    """Marks a graph that is fused only in part; the note has the reason."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
         NEARLY[fn.__name__] = (fn, numerics, words, note)
@@ -285,7 +285,7 @@ def nearly(numerics: str, words: str, note: str) -> Any:
 
 @nearly("rounded", "post norm", "one of its norms rounds before the weight")
 def second_norm_rounds_first(x, residual, w):
-    """Its product is rounded as without a weight, which the graph goes on to multiply by."""
+    """Rounds before the weight in the second norm only; the graph keeps that multiplication."""
     residual = gemma(reduce(x), w) + residual
     return llama(residual, w), residual
 
@@ -347,7 +347,7 @@ def test_nearly(pool: RankPool, name: str) -> None:
 
 
 def two_branches(rank: int, world_size: int) -> None:
-    """Two post norms that are added, as beside experts in Gemma 4: one is the other's residual."""
+    """Adds two post norms, as Gemma 4 does for MLP and experts: one is the other's residual."""
 
     def block(x, residual, w):
         normed = gemma(reduce(x), w) + gemma(reduce(x * 2), w * 0.5)

@@ -1,6 +1,6 @@
-"""A node stands for what its tensor holds: shapes of results, parts of tensors, writes, structure.
+"""Tests that the pass tracks contents: shapes of results, parts of tensors, writes, structure.
 
-Each case fused to something wrong once, or raised.
+Each case once gave wrong results or an unexpected error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ bf16 = torch.bfloat16
 
 
 def embedding(x, r, w):
-    """Returns a vocabulary-parallel embedding times a number, in another shape, and the first norm."""
+    """Computes a scaled vocabulary-parallel embedding in a different shape, and the first norm."""
     total = reduce(x).view(2, -1, HIDDEN) * 2.0
     return F.rms_norm(total, (HIDDEN,), w, EPS), total
 
@@ -55,7 +55,7 @@ def normed_in_a_third_shape(x, r, w):
 
 
 def scaled_in_two_shapes(x, r, w):
-    """Returns one value, computed twice: both are results of the one call."""
+    """Computes one value twice: both are results of the same call."""
     reduced = reduce(x)
     flat, total = reduced * 2.0, reduced.view(2, -1, HIDDEN) * 2.0
     return F.rms_norm(total, (HIDDEN,), w, EPS), total, flat
@@ -136,7 +136,7 @@ def reduces(part: Callable[[Any], Any]) -> Any:
 
 
 def sum_into_another(rank: int, world_size: int) -> None:
-    """Returns an operator that leaves its first tensor as it is, and stores the sum in the second."""
+    """Tests an operator that keeps its first tensor and stores the sum in its second one."""
 
     def fn(x, r, w):
         out = torch.empty_like(x)
@@ -196,7 +196,7 @@ STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Cached(torch.nn.Module):
-    """A site in place, whose norm goes into a cache, and whose weight changes after its use."""
+    """An in-place site that stores its norm in a cache and then changes its weight."""
 
     def __init__(self, structure: Callable[[Any, Any], Any], writes: str) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_exported_modules_return_what_they_did(pool: RankPool, name: str, writes
 
 
 def exported_program(rank: int, world_size: int) -> None:
-    """Returns a program whose graph was fused is still one: it can be checked, and saved."""
+    """Tests that an exported program stays valid after its graph was fused: it can be saved."""
     x, r, _ = Inputs().make(rank)
     structures = {
         **{name: STRUCTURES[name] for name in ("tuple", "nested")},
@@ -269,7 +269,7 @@ def exported_program(rank: int, world_size: int) -> None:
 
 
 def own_residual(rank: int, world_size: int) -> None:
-    """x is the residual too, flattened by the shape of the reduced tensor: no cycle."""
+    """Tests x as its own residual, flattened by the reduced tensor's shape: this is no cycle."""
 
     def fn(x, w):
         reduced = reduce(x).flatten(0, -2)
@@ -290,11 +290,11 @@ def own_residual(rank: int, world_size: int) -> None:
 
 
 class OwnParameter(torch.nn.Parameter):
-    """As vLLM and others have: data like any other."""
+    """A subclass of Parameter without special behavior, as in vLLM."""
 
 
 def weights(rank: int, world_size: int) -> None:
-    """Returns the pass fuses what the call takes, and says of the others why not."""
+    """Tests which weights are fused, and the reasons for the others."""
     x, r, w = Inputs().make(rank)
     wide = torch.stack([w, w], 1)
     given = {
@@ -322,7 +322,7 @@ def weights(rank: int, world_size: int) -> None:
 
 
 def strided_parameter(rank: int, world_size: int) -> None:
-    """Of a module that the graph calls."""
+    """Tests a strided parameter of a module that the graph calls."""
     norm = torch.nn.RMSNorm(HIDDEN, EPS, dtype=bf16).requires_grad_(False)
     norm.weight = torch.nn.Parameter(torch.ones(HIDDEN, 2, dtype=bf16)[:, 0], requires_grad=False)
     graph = torch.fx.Graph()
@@ -340,7 +340,7 @@ def strided_parameter(rank: int, world_size: int) -> None:
 
 
 class Symbolic(torch.nn.Module):
-    """A scale and an eps that torch.compile(dynamic=True) makes symbols."""
+    """A module with a scale and an eps that torch.compile(dynamic=True) makes symbolic."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def test_contents(pool: RankPool, case: Callable[..., None]) -> None:
     pool.run(case, timeout=200.0)
 
 
-# ---- what Inductor's caches know of a function --------------------------------------------------
+# ---- cache keys of functions for Inductor ----- --------------------------------------------------
 
 FACTOR = 2.0
 MUTABLE = [1.0]

@@ -1,4 +1,4 @@
-"""Operators of the caller that stand for PyTorch functions: a framework's own norms and groups."""
+"""Tests custom operators with decompositions: a framework's own norms and groups."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def check(rank: int, world_size: int, name: str) -> None:
     assert [site.numerics for site in report.sites] == FUSED[function], str(report)
     assert not nodes_calling(module, "framework")
     assert len(fused_calls(module)) == len(FUSED[function])
-    if function is two_layers:  # what enters the second one differs already
+    if function is two_layers:  # the inputs of the second one differ already
         torch.testing.assert_close(actual[0].float(), expected[0].float(), rtol=0.05, atol=0.05)
         return
     assert_close_norm(actual[0], expected[0], name)
@@ -140,7 +140,7 @@ def test_norms_of_a_framework_are_fused(pool: RankPool, function: Any) -> None:
     pool.run(check, function.__name__)
 
 
-# ---- what is left alone, and why -----------------------------------------------------------------
+# ---- what is not fused, and why ------------------------------------------------------------------
 
 
 def another_group(x, residual, weight):
@@ -202,7 +202,7 @@ def test_what_is_not_understood_stays(
 
 
 def mutating(rank: int, world_size: int) -> None:
-    """Returns an operator in the wrapper that makes it functional stands for what it stores."""
+    """Tests a mutating operator in its functional wrapper, decomposed to the values it stores."""
     table = TABLE | {"framework::scale_": scaled}
     module, report, actual, expected = fuse_and_run(
         rank, scales_before_the_norm, decompositions=table

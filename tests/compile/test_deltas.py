@@ -1,4 +1,4 @@
-"""Tensors that are added around a reduction: LoRA, shared experts, biases, a second reduction."""
+"""Tests tensors added before or after a reduction: LoRA, shared experts, biases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .helpers import (
 )
 
 bf16 = torch.bfloat16
-# (x, residual, weight, delta, down, up) to results; what becomes of each reduction; its calls.
+# A function of (x, residual, weight, delta, down, up); the outcome of each reduction; the calls.
 CASES: dict[str, tuple[Callable[..., Any], list[str], list[str]]] = {}
 ADDED, FUSED = "tensor added after the reduction", ""
 LOCAL_CALLS = ["allnorm.all_reduce.default", "allnorm.add_rms_norm.default"]
@@ -42,7 +42,7 @@ def case(sites: list[str], calls: list[str]) -> Any:
 
 @case([FUSED], [FUSED_CALL])
 def partial_delta(x, r, w, d, down, up):
-    """Returns the delta of this rank is summed with the partial: one launch does it all."""
+    """Adds this rank's delta to its partial sum: one call computes everything."""
     h = r + reduce(x + (d @ down) @ up)
     return llama(h, w), h
 

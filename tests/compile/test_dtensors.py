@@ -1,4 +1,4 @@
-"""Graphs whose weights are DTensors: fused where the graph uses the whole of a plain tensor."""
+"""Tests graphs whose weights are DTensors: fused if the graph uses whole, plain tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_block(rank: int, world_size: int, how: str, in_place: bool) -> None:
             check_fused(module, [x, residual], ROW[how], communicator=comm())
             continue
         if ROW[how] is not None:
-            continue  # the graph itself fails: a part of a weight does not fit
+            continue  # the unfused graph fails too: a part of a weight has the wrong size
         remedy = "to_local" if is_whole else "full_tensor"
         reason = rf"weight, a DTensor with placements .*weight\.{remedy}\(\)"
         check_missed(module, [x, residual], reason, communicator=comm())
@@ -78,7 +78,7 @@ def test_weights(pool: RankPool, how: str, in_place: bool) -> None:
 
 
 class Calls(torch.nn.Module):
-    """Calls a graph; FSDP cannot wrap a GraphModule itself."""
+    """A module that calls a graph, because FSDP cannot wrap a GraphModule."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Calls(torch.nn.Module):
 
 
 def gathered(rank: int, world_size: int) -> None:
-    """Returns a graph that is fused while FSDP's weights are gathered runs whenever FSDP gathers them."""
+    """Tests a graph that is fused while FSDP has gathered its weights, and runs when it gathers."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
     block = Block(weight, "module", in_place=False)
@@ -115,7 +115,7 @@ def test_gathered_weights(pool: RankPool) -> None:
 
 
 def partials(rank: int, world_size: int) -> None:
-    """What is reduced, and the residual, must be plain tensors too."""
+    """Tests that the reduced tensor and the residual must be plain tensors too."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
     module = symbolic_trace(Block(weight, "module", in_place=False))

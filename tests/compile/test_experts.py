@@ -1,4 +1,4 @@
-"""Sums over a token's experts in front of a reduction: those of step 0, and those nearly so."""
+"""Tests sums over a token's experts before a reduction: sums of step 0, and sums nearly like it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _library.define("moe_sum(Tensor rows, Tensor weights) -> Tensor")
 
 
 def in_order(rows: Any, weights: Any, shared: Any = None) -> Any:
-    """Step 0, in the dtype of the rows."""
+    """Computes step 0 in the dtype of the rows."""
     total = torch.zeros_like(rows[:, 0], dtype=torch.float32)
     for choice in range(rows.shape[1]):
         total = total + rows[:, choice].float() * weights.unsqueeze(-1)[:, choice]
@@ -39,7 +39,7 @@ torch.library.register_fake("mylib_experts::moe_sum", lambda r, w: r.new_empty(r
 
 
 def inputs(rank: int, top_k: int, dtype: torch.dtype) -> list[Tensor]:
-    """Rows, weights and the shared expert differ by rank."""
+    """Returns rows, weights and the shared expert's output, different on each rank."""
     _, residual, weight = Inputs(dtype, shape=(TOKENS, HIDDEN)).make(rank)
     rows = rank_input((TOKENS, top_k, HIDDEN), dtype, rank)
     weights = rank_input((TOKENS, top_k), torch.float32, rank, call=1).sigmoid()
@@ -75,7 +75,7 @@ def nearly(top_k: int, reason: str) -> Any:
 
 
 def chain(rows: Any, weights: Any, order: Any, start: Any = None) -> Any:
-    """Returns the terms in some order, in float32."""
+    """Adds the terms in some order, in float32."""
     total = torch.zeros_like(rows[:, 0], dtype=torch.float32) if start is None else start
     for choice in order:
         total = total + rows[:, choice].float() * weights.unsqueeze(-1)[:, choice]
@@ -99,7 +99,7 @@ def two_and_a_shared_expert(rows, weights, shared, top_k):
 
 @fused(2)
 def two_that_are_weighted_already(rows, weights, shared, top_k):
-    """Their product is rounded: it is the rows of the call."""
+    """Rounds the weighted rows, which are then the rows of the call."""
     return (rows * weights.to(bf16).unsqueeze(-1)).sum(1)
 
 
@@ -212,7 +212,7 @@ def a_row_is_added(rows, weights, shared, top_k):
 
 
 def run_nearly(rank: int, world_size: int, name: str) -> None:
-    """Returns the rest is fused with the sum as it is."""
+    """Checks that everything but the sum over experts is fused."""
     fn, top_k, reason = NEARLY[name]
     given = inputs(rank, top_k, bf16)
     report = check_fused(traced(fn, top_k), given, "transformers", communicator=comm())
@@ -228,7 +228,7 @@ def test_nearly(pool: RankPool, name: str) -> None:
 
 
 def other_readers(rank: int, world_size: int) -> None:
-    """What is reduced is needed too; what is reduced is no matrix; a chain from no zero."""
+    """Tests other readers of the sum, sums that are not matrices, and a chain without a zero."""
 
     def needed(rows, weights, shared, residual, weight):
         x = (rows.float() * weights[..., None]).sum(1).to(bf16)
@@ -262,7 +262,7 @@ def test_other_readers(pool: RankPool) -> None:
 
 
 def operator_of_the_caller(rank: int, world_size: int) -> None:
-    """Returns an operator that stands for a function which adds in order; behind it a post norm."""
+    """Tests an operator that is decomposed to a sum in order, and a post norm after it."""
 
     def block(rows, weights, shared, residual, weight):
         x = torch.ops.mylib_experts.moe_sum(rows, weights)

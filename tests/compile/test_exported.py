@@ -1,4 +1,4 @@
-"""Exported programs: `module()` with and without guards, every structure of results."""
+"""Tests exported programs: `module()` with and without guards, and structures of results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STRUCTURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 class Model(torch.nn.Module):
-    """Writes in place, and keeps a buffer."""
+    """A model that writes in place and has a buffer."""
 
     def __init__(self, weight: Tensor, structure: str) -> None:
         super().__init__()

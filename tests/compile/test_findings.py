@@ -1,4 +1,4 @@
-"""What an adversary found in the graph pass: each is right, or refused for the true reason."""
+"""Tests defects found by an audit of the graph pass: correct now, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RIGHT: dict[str, tuple[Callable[..., Any], str, Inputs, int]] = {}
 
 
 def right(numerics: str, norms: int = 1, inputs: Inputs | None = None) -> Any:
-    """Marks a function of (x, residual, weight) that is fused, and computes what it did."""
+    """Marks a function of (x, residual, weight) that must be fused with the same results."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
         RIGHT[fn.__name__] = (fn, numerics, inputs or Inputs(), norms)
@@ -151,7 +151,7 @@ def test_right(pool: RankPool, name: str) -> None:
 
 
 def biased(rank: int, world_size: int) -> None:
-    """Reduced alone, then added and normed by one local call: the rounding between stays."""
+    """Tests a bias: the reduction runs alone, and one local call adds and norms after rounding."""
 
     def fn(x, r, w):
         total = (reduce(x) + w) + r
@@ -176,7 +176,7 @@ def test_bias_before_the_residual(pool: RankPool) -> None:
     pool.run(biased)
 
 
-# ---- graphs that are no function -----------------------------------------------------------------
+# ---- graphs with side effects --------------------------------------------------------------------
 
 
 def reduced(graph: Graph, x: Any) -> Any:
@@ -255,7 +255,7 @@ def gradient(rank: int, world_size: int) -> None:
     with torch.enable_grad():
         given = [x, r.clone().requires_grad_(), w]
         check_missed(symbolic_trace(fn), given, "needs a gradient", communicator=comm())
-        # The weight's is that of the product, which stays in the graph.
+        # The weight's gradient is that of the multiplication, which stays in the graph.
         gradients = []
         for run in (fn, symbolic_trace(fn)):
             weight = w.clone().requires_grad_()
@@ -268,7 +268,7 @@ def gradient(rank: int, world_size: int) -> None:
 
 
 def numbers(rank: int, world_size: int) -> None:
-    """Returns an eps beyond float32, constants by keyword, numbers of one run."""
+    """Tests an eps beyond float32, constants by keyword, and numbers that a run computes."""
     inputs = Inputs().make(rank)
 
     def huge(x, r, w):
@@ -309,7 +309,7 @@ dump.register_fake(lambda x: None)
 
 
 def side_effects(rank: int, world_size: int) -> None:
-    """Operators without results, and prints, run as often as before."""
+    """Tests that operators without results, and prints, run as often as before."""
     inputs, op = Inputs().make(rank), torch.ops.allnorm_findings.dump.default
     for target in (op, print):
         graph = Graph()
@@ -331,7 +331,7 @@ def side_effects(rank: int, world_size: int) -> None:
 
 
 def claims(rank: int, world_size: int) -> None:
-    """Returns a missed site keeps nothing from others."""
+    """Tests that a missed site does not prevent the fusion of other sites."""
     group = dist.new_group(list(range(world_size)))
 
     def fn(x, r, w):
@@ -344,7 +344,7 @@ def claims(rank: int, world_size: int) -> None:
 
 
 def sizes(rank: int, world_size: int) -> None:
-    """Fused at 24 tokens, run at 7: in functional graphs, and in those that were made so."""
+    """Tests graphs fused at 24 tokens and run at 7, functional and made functional."""
 
     def quantized(x, r, w):
         total = reduce(x) + r
@@ -369,7 +369,7 @@ def sizes(rank: int, world_size: int) -> None:
 
 
 def everywhere(rank: int, world_size: int) -> None:
-    """Graphs in lists of modules, and in modules that are no graphs."""
+    """Tests graphs in lists of modules, and in modules that are not graphs."""
 
     def fn(x, r, w):
         total = reduce(x) + r
@@ -428,7 +428,7 @@ def inputs_that_alias_later(rank: int, world_size: int) -> None:
 
 
 def returned_memory(rank: int, world_size: int) -> None:
-    """Results share memory with inputs and each other as before."""
+    """Tests that results share memory with inputs and each other as before."""
 
     def fn(x, r, w):
         r.add_(reduce(x))
@@ -473,7 +473,7 @@ def wait_returns_what_is_reduced_in_place(rank: int, world_size: int) -> None:
 
 
 def operators_that_return_their_input(rank: int, world_size: int) -> None:
-    """`type_as` of the same dtype, and dropout of nothing, hand on what they were given."""
+    """Tests operators that return their input: `type_as` of the same dtype, dropout with p=0."""
 
     def fn(x, r, w):
         total = reduce(x) + r

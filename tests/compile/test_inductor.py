@@ -1,4 +1,4 @@
-"""The pass inside Inductor: compiled by two real ranks; its caches; gradients."""
+"""Tests the pass inside Inductor: compilation by two ranks, caches, gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUMERICS = ["rounded", "transformers", "rounded"]
 
 @contextlib.contextmanager
 def inductor_caches(folder: str | None = None) -> Iterator[None]:
-    """Caches of their own, and no compile workers."""
+    """Gives the test empty caches, and compiles without workers."""
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     before = {name: os.environ.get(name) for name in (*settings, "TORCHINDUCTOR_CACHE_DIR")}
     with tempfile.TemporaryDirectory() as temporary:
@@ -52,7 +52,7 @@ def inductor_caches(folder: str | None = None) -> Iterator[None]:
 
 
 class Layers(torch.nn.Module):
-    """Three reductions with three norms, each reduced as `how` says."""
+    """A model with three reductions and three norms; `how` selects the kind of reduction."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Layers(torch.nn.Module):
         return x, residual
 
     def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
-        """By the reference, step by step."""
+        """Computes the expected results by the reference, step by step."""
         for weight, numerics, bias in zip(self.weights, NUMERICS, (-0.0, -0.0, 1.0), strict=True):
             normed, residual = reference.all_reduce_add_rms_norm(
                 [x * 1.5 for x in xs],
@@ -104,7 +104,7 @@ def compiled(model: torch.nn.Module, fusion: Any, **options: Any) -> Any:
 
 
 def calls(code: list[str]) -> tuple[int, int]:
-    """Fused calls and all-reduces in generated code."""
+    """Counts fused calls and all-reduces in generated code."""
     text = "\n".join(code)
     fused = len(re.findall(r"= torch\.ops\.allnorm\.all_reduce_add_rms_norm\.default\(", text))
     plain = len(re.findall(r"_c10d_functional\.all_reduce|allnorm\.all_reduce\.default\(", text))
@@ -135,7 +135,7 @@ def end_to_end(rank: int, world_size: int, how: str) -> None:
             named = given is not None or how == "allnorm"
             used = c.name if named else oldest_name(c)
             assert used in "".join(code), "the communicator that exists is used"
-            # On GPUs the relu that Inductor writes leaves -0.0 as it is.
+            # On GPUs the relu that Inductor generates keeps -0.0.
             assert_same_bits(results[0] + 0.0, expected[0] + 0.0, "normed")
             assert_same_bits(results[1], expected[1], "residual")
 
@@ -147,7 +147,7 @@ def test_end_to_end(pool: RankPool, how: str) -> None:
 
 
 def unfused_algorithm(rank: int, world_size: int) -> None:
-    """Returns the fused graph, and the graph as it is with reductions by allnorm's unfused path."""
+    """Compares the fused graph with the original graph that reduces by allnorm's unfused path."""
     c = comm()
     model = Layers("functional")
     x, residual = arguments(rank, 9)
@@ -165,7 +165,7 @@ def test_unfused_algorithm(pool: RankPool) -> None:
 
 
 def toggled(rank: int, world_size: int) -> None:
-    """Neither Dynamo's cache nor Inductor's serves a graph that was compiled with another pass."""
+    """Tests that no cache returns a graph that was compiled with a different pass."""
     c, other = comm(), allnorm.Communicator(device=device())
     model, (x, residual) = Layers("functional"), arguments(rank)
     expected = model.expected([arguments(r)[0] for r in range(world_size)], residual)
@@ -176,7 +176,7 @@ def toggled(rank: int, world_size: int) -> None:
                     torch._dynamo.reset()  # so that Inductor's cache on disk decides
                 fusion = None if given is None else allnorm.compile.inductor_pass(given)
                 results, code = run_and_get_code(compiled(model, fusion), x, residual)
-                # Code that is served from a cache is not generated again; then it has run before.
+                # Code from a cache is not generated again, and has run before.
                 text = "".join(code)
                 if given is None:
                     assert "all_reduce_add_rms_norm" not in text
@@ -185,7 +185,7 @@ def toggled(rank: int, world_size: int) -> None:
                 for mine, theirs in zip(results, expected, strict=True):
                     assert_same_bits(mine, theirs, f"with {given}")
         other.close()
-        # Whoever was compiled for it says so; the others go on.
+        # Code that was compiled for it raises; other code still runs.
         torch._dynamo.reset()
         results = compiled(model, allnorm.compile.inductor_pass(c))(x, residual)
         assert_same_bits(results[0], expected[0], "after the other has been closed")
@@ -197,7 +197,7 @@ def test_toggled(pool: RankPool) -> None:
 
 
 def served(rank: int, world_size: int, folder: str, given: bool) -> tuple[int, str]:
-    """Compiles in a new process, with caches that another one may have filled."""
+    """Compiles in a new process, with caches that an earlier process may have filled."""
     c = allnorm.Communicator() if given else None
     x, residual = arguments(rank)
     weight = shared_input((HIDDEN,), bf16, "weight")
@@ -221,19 +221,19 @@ def served(rank: int, world_size: int, folder: str, given: bool) -> tuple[int, s
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
 def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
-    """Compiled code names a communicator: it may only be kept for processes that have it."""
+    """Tests that only processes with the same communicator reuse compiled code."""
     reports = []
     for _ in range(2):
         answers = run_ranks(served, 2, args=(str(tmp_path), given))
         assert {name for _, name in answers} == {"0#1" if given else "0"}
         reports.append([count for count, _ in answers])
     assert reports[0] == [1, 1]
-    # Compiled code is found again only where the communicator is sure to be there too.
+    # Compiled code is reused only if the communicator is certain to exist.
     assert reports[1] == ([0, 0] if given else [1, 1])
 
 
 def made_while_compiling(rank: int, world_size: int) -> None:
-    """Returns a communicator is made outside of Inductor's Python dispatcher, under which it may hang."""
+    """Tests that communicators are made outside Inductor's dispatcher, where they may hang."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
     is_on = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "PythonDispatcher")
@@ -260,7 +260,7 @@ def test_made_while_compiling(pool: RankPool) -> None:
 
 
 def dropped_while_open(rank: int, world_size: int) -> None:
-    """Returns one that was dropped is used by all ranks or by none; one that a graph names stays."""
+    """Tests that all ranks or none use a dropped communicator, and that graphs keep theirs."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
     inputs = Inputs().make(rank)
@@ -299,7 +299,7 @@ def test_dropped_while_open(pool: RankPool) -> None:
 
 
 def keys(rank: int, world_size: int) -> None:
-    """What Inductor's cache keys contain of the pass."""
+    """Tests the pass's part of Inductor's cache keys."""
     make = allnorm.compile.inductor_pass
     c = comm()
     assert make(c).uuid() == make(c).uuid()
@@ -334,7 +334,7 @@ def test_keys(pool: RankPool) -> None:
 
 
 def dynamic(rank: int, world_size: int) -> None:
-    """Returns one compiled graph serves every number of tokens."""
+    """Tests that one compiled graph serves every number of tokens."""
     fusion = allnorm.compile.inductor_pass(comm())
     weight = shared_input((HIDDEN,), bf16, "weight", device=device())
 
@@ -394,7 +394,7 @@ def test_quantized(pool: RankPool) -> None:
 
 
 def training(rank: int, world_size: int) -> None:
-    """Inductor's graphs come after autograd: a fused forward has the gradients it had before."""
+    """Tests that a fused forward keeps its gradients: Inductor's graphs come after autograd."""
     torch._dynamo.reset()
     gradients = []
     with inductor_caches():
@@ -418,7 +418,7 @@ def test_training(pool: RankPool) -> None:
 
 
 class Boundaries(torch.nn.Module):
-    """A sandwich, a post norm without a second norm, a scaled sum of experts' rows."""
+    """A model with a sandwich, a post norm without a second norm, and a scaled sum over experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,7 +440,7 @@ class Boundaries(torch.nn.Module):
         return llama(residual, w[3]), residual
 
     def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
-        """By the reference, step by step."""
+        """Computes the expected results by the reference, step by step."""
         w = [weight.detach() for weight in self.weights]
         run, ranks = reference.all_reduce_add_rms_norm, len(xs)
         norm, post = {"numerics": "rounded", "weight_bias": 1.0}, allnorm.PostNorm(w[0], EPS, 1.0)

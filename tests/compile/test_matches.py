@@ -1,4 +1,4 @@
-"""Hand-made graphs that must be fused, each run by two ranks before and after."""
+"""Tests hand-made graphs that must be fused: two ranks run each, unfused and fused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def gemma_style(x, residual, w):
 
 @match("rounded")
 def gemma_weight_rounded_to_16_bits(x, residual, w):
-    """`1 + w` in bfloat16 is another weight than in float32."""
+    """Rounds `1 + w` to bfloat16, which gives a different weight than float32."""
     residual = reduce(x) + residual
     z = residual.float()
     return (z * rstd(z) * (1 + w)).to(bf16), residual
@@ -209,7 +209,7 @@ def one_over_the_root(x, residual, w):
 
 @match("transformers")
 def sizes_and_dtypes_asked_for(x, residual, w):
-    """torch.fx records the questions as nodes."""
+    """Queries sizes and dtypes, which torch.fx records as nodes."""
     residual = reduce(x) + residual
     z = residual.float()
     mean = z.pow(2).sum(-1, keepdim=True) / z.shape[-1]
@@ -309,7 +309,7 @@ def sum_changed_behind_its_last_use_through_a_view(x, residual, w):
 
 @match("transformers")
 def two_sums_of_which_one_changes(x, residual, w):
-    """Returns each result keeps its own memory."""
+    """Computes the sum twice and changes one copy: each result keeps its own memory."""
     reduced = reduce(x)
     one, two = reduced + residual, reduced + residual
     normed = llama(one, w)
@@ -366,7 +366,7 @@ def sum_as_the_next_residual_in_place(x, residual, w):
 
 
 def sum_of_two_reductions(rank: int, world_size: int) -> None:
-    """Returns one is fused; the other is its residual, and is waited for."""
+    """Tests a sum of two reductions: one is fused, and the other is its residual."""
 
     def block(x, residual, w):
         residual = reduce(x) + reduce(residual)
@@ -402,7 +402,7 @@ def view_before_the_add(x, residual, w):
 
 @match("transformers", IN_3D)
 def strided_rows_viewed(x, residual, w):
-    """Returns the fused call needs the view before the reduction; this one exists only of a copy."""
+    """Views strided rows: the call needs the view before the reduction, where it takes a copy."""
     x = torch.cat([x, x], -1)[..., :HIDDEN]
     residual = reduce(x).reshape(24, HIDDEN) + residual
     return llama(residual, w), residual

@@ -1,6 +1,6 @@
-"""Random modules, through every tracer that the pass meets: fused or not, they compute the same.
+"""Tests random modules with every tracer: fused or not, they compute the same.
 
-Where test_random.py makes graphs, this makes code: a forward with functional and in-place
+test_random.py makes graphs; this file makes code: a forward with functional and in-place
 steps, views, slices, several sites, norms that are modules (one with a hook), 2 or 3 dimensions,
 three dtypes, and in every third norms and scales before the residual. Dynamo, AOTAutograd,
 torch.export and make_fx make graphs of it.
@@ -116,7 +116,7 @@ class Code:
         self.noise(0.3)
 
     def before_residual(self, total: str, chosen: random.Random) -> str:
-        """Returns a norm of the reduced sum, or a scaled one."""
+        """Returns code for a norm of the reduced sum, or for a scaled sum."""
         if chosen.random() < 0.6:
             z = f"{total}.float()"
             norms = [
@@ -128,7 +128,7 @@ class Code:
         if chosen.random() < 0.3:
             total = self.keep(f"{total} * {chosen.choice([0.22, -1.5, 2])}")
         if chosen.random() < 0.6:
-            self.names.pop()  # nobody else needs it
+            self.names.pop()  # nothing else reads it
         return total
 
     def module(self) -> torch.nn.Module:
@@ -163,7 +163,7 @@ def root(z: Tensor) -> Tensor:
 
 
 def traced(tracer: str, model: Any, code: Code, inputs: list[Tensor]) -> Any:
-    """Returns the model, fused, and its reports."""
+    """Traces and fuses the model; returns it with its reports."""
     reports: list[FusionReport] = []
 
     def fused(module: GraphModule, given: Any = None) -> Callable[..., Any]:
@@ -192,14 +192,14 @@ def traced(tracer: str, model: Any, code: Code, inputs: list[Tensor]) -> Any:
 
 
 def one(rank: int, seed: int) -> list[FusionReport]:
-    """Traces, fuses and runs a module, and compares; returns what became of its graphs."""
+    """Traces, fuses and runs a module, and compares; returns its reports."""
     code, tracer = Code(seed), TRACERS[seed % len(TRACERS)]
     model, inputs = code.module(), code.inputs(rank, seed)
     expected_inputs, actual_inputs = ([t.clone() for t in inputs] for _ in range(2))
     expected = model(*expected_inputs)
     model = code.module()
     if tracer in ("export", "make_fx") and any("dist." in line for line in code.lines):
-        tracer = "dynamo"  # the others record no collective in place
+        tracer = "dynamo"  # the other tracers do not record in-place collectives
     module, reports = traced(tracer, model, code, actual_inputs)
     actual = module(*actual_inputs)
     text = "\n".join([f"seed {seed}, {tracer}", *code.lines, *map(str, reports)])

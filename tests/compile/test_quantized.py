@@ -1,4 +1,4 @@
-"""Graphs that quantize the normed tensor to FP8: fused if they do what allnorm does, else left."""
+"""Tests graphs that quantize the normed tensor to FP8: fused only if bit-identical."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def per_tensor(x, residual, w):
     return cast(y.float() / scale), residual
 
 
-# What rounds differently stays in the graph, behind the fused 16-bit call.
+# Quantizations that round differently stay in the graph, after the fused 16-bit call.
 
 
 @quantized(None)
@@ -205,7 +205,7 @@ def test_quantized(pool: RankPool, name: str) -> None:
 
 
 def bits(rank: int, world_size: int) -> None:
-    """Returns each fused quantization has the bytes of the reference."""
+    """Tests that each fused quantization has the bytes of the reference."""
     c = comm()
     xs = [Inputs().make(r)[0] for r in range(world_size)]
     x, residual, w = Inputs().make(rank)
@@ -253,7 +253,7 @@ def test_bits(pool: RankPool) -> None:
 
 
 def dynamo(rank: int, world_size: int) -> None:
-    """With a symbolic number of tokens, as Dynamo traces it."""
+    """Tests graphs of Dynamo with a symbolic number of tokens."""
     inputs = Inputs().make(rank)
     for tensor in inputs[:2]:
         torch._dynamo.mark_dynamic(tensor, 0)

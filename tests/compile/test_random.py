@@ -1,6 +1,6 @@
-"""Random graphs with views, copies and calls in place: fused or not, they compute the same.
+"""Tests random graphs with views, copies and in-place calls: fused or not, results are the same.
 
-Half of them also norm in place, and store results over what they were computed from.
+Half of them also norm in place and overwrite inputs with results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Program:
         self.module = GraphModule(torch.nn.Module(), self.graph)
 
     def pick(self) -> Node:
-        """Often one of the latest."""
+        """Picks a tensor, often one of the latest."""
         if self.random.random() < 0.6:
             return self.random.choice(self.tensors[-3:])
         return self.random.choice(self.tensors)
@@ -53,7 +53,7 @@ class Program:
         return self.graph.call_function(target, arguments, keywords)
 
     def noise(self, chance: float = 0.35) -> None:
-        """Something that a rewrite must respect."""
+        """Adds an operation that a rewrite must respect."""
         while self.random.random() < chance:
             kind = self.random.randrange(18)
             tensor = self.pick()
@@ -215,7 +215,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
     for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         if mine.stride() != theirs.stride():
             raise WrongError(f"strides of result {i} of {changed}")
-    # A last bit of the norm may become a step of FP8 in a few elements.
+    # The last bit of a norm may change a few elements by one FP8 step.
     compare((*actual, *actual_inputs), (*expected, *expected_inputs), 0.04, 0.97, changed)
     if not report.fused and str(program.graph) != before:
         raise WrongError(f"nothing is fused in {changed}")

@@ -1,4 +1,4 @@
-"""Random modules that reshape, slice, scale, post-norm, write in place and return structures.
+"""Tests random modules that reshape, slice, scale, norm, write in place and return structures.
 
 All tensors that are normed are small integers times a power of two, so that every order of
 additions gives the same sum of squares: results must be the same bits, unless a norm is normed
@@ -33,7 +33,7 @@ bf16 = torch.bfloat16
 
 
 def reduce_in_place(x: Any) -> None:
-    """`dist.all_reduce`, or the functional collective that tracers know."""
+    """Reduces by the functional collective; records `dist.all_reduce` under torch.fx."""
     if isinstance(x, Proxy):
         x.tracer.create_proxy("call_function", dist.all_reduce, (x,), {})
         return
@@ -58,7 +58,7 @@ class Program(nn.Module):
             self.register_buffer(name, values.to(device(), bf16))
 
     def forward(self, x: Any, r: Any, other: Any) -> Any:
-        """Does the same for every call."""
+        """Runs the same operations in every call."""
         self.random = random.Random(self.seed)
         self.normed: list[tuple[Any, bool]] = []  # with whether bits must be equal
         self.sums: list[Any] = [r, other]  # exact, of the rows of r
@@ -73,11 +73,11 @@ class Program(nn.Module):
         return self.random.random() < part
 
     def exactly(self, tensor: Any) -> Any:
-        """Integers of at most 32."""
+        """Returns integers of at most 32."""
         return torch.clamp(torch.round(tensor * 4), -32, 32)
 
     def rows(self, tensor: Any) -> Any:
-        """Rows as they are, or in another shape."""
+        """Returns rows, possibly in a different shape."""
         kind = self.random.randrange(9)
         if kind == 0:
             return tensor.view(2, -1, HIDDEN)
@@ -120,7 +120,7 @@ class Program(nn.Module):
         return F.rms_norm(z, (HIDDEN,), weight.view(HIDDEN), EPS)
 
     def write(self, *tensors: Any) -> None:
-        """Writes in place, after a use."""
+        """Writes in place after a use."""
         if self.chance(0.7):
             return
         tensor = self.random.choice(tensors)
@@ -174,7 +174,7 @@ class Program(nn.Module):
             self.normed.append((total, exact))
 
     def used(self, tensor: Any, exact: bool) -> tuple[Any, bool]:
-        """As it is, or what is computed of it."""
+        """Returns a tensor, or a tensor computed from it."""
         kind = self.random.randrange(10)
         if kind == 0:
             return tensor[-1:], exact
@@ -203,7 +203,7 @@ ENTRANCES = ("fx", "fx", "fx", "real", "fake", "symbolic", "export")
 
 
 def traced(program: Program, entrance: str, inputs: list[Tensor]) -> tuple[GraphModule, Any]:
-    """Returns the graph, and what fuse() is given beside it."""
+    """Returns the graph and the other arguments of fuse()."""
     if entrance == "fx":
         return symbolic_trace(program), inputs
     if entrance == "export":

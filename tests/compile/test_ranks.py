@@ -1,4 +1,4 @@
-"""Ranks fuse alike: graphs that differ by rank, that some ranks do not compile, or have cached."""
+"""Tests that ranks fuse alike: graphs that differ between ranks, or that some have cached."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def fusable(x: Any, residual: Any, w: Any) -> Any:
 
 
 def looked_at(x: Any, residual: Any, w: Any) -> Any:
-    """Takes statistics of the reduced tensor, which the fused call does not return."""
+    """Computes statistics of the reduced tensor, which the fused call does not return."""
     reduced = reduce(x)
     residual = reduced + residual
     return llama(residual, w), residual, reduced.abs().max()
 
 
 def twice(x: Any, residual: Any, w: Any) -> Any:
-    """Returns a graph of a different kind."""
+    """Computes two sites, so the graph has different reductions."""
     normed, residual = fusable(x, residual, w)
     return fusable(normed, residual, w)
 
 
 class Rank:
-    """A rank with a communicator, or without one, and with groups of its own."""
+    """A rank with its own groups, with or without a communicator."""
 
     def __init__(self, given: bool, patience_s: float = 60.0) -> None:
         self.rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -95,14 +95,14 @@ class Rank:
 
 
 def differs(rank: int, world_size: int, given: bool, odd: int) -> None:
-    """Returns one rank looks at the reduced tensor: no rank fuses, and its peers say why."""
+    """Tests a graph that reads the reduced tensor on one rank: no rank fuses."""
     me = Rank(given)
     for _ in range(2):
         reason = me.fuse(looked_at if rank == odd else fusable)
         assert "the reduced tensor itself is also used" in reason
         assert (f"rank {odd} of the group cannot" in reason) == (rank != odd)
         me.run()
-    # Whatever differed is over: these graphs have a verdict of their own.
+    # Later graphs have their own verdict.
     assert me.fuse(twice) == ""
     me.run()
     me.end()
@@ -128,7 +128,7 @@ def test_graphs_of_different_kinds(pool: RankPool) -> None:
 
 
 def alone(rank: int, world_size: int, given: bool) -> None:
-    """Rank 1 runs the graph as it is written."""
+    """Tests graphs that rank 1 does not compile, but runs unfused."""
     me = Rank(given, patience_s=0.5)
     before = open_names()
     if rank == 0:
@@ -141,7 +141,7 @@ def alone(rank: int, world_size: int, given: bool) -> None:
     me.run()
     dist.barrier()
     assert open_names() == before
-    # It comes later: what rank 0 has stands.
+    # Rank 1 compiles it later: the decision of rank 0 stands.
     if rank == 1:
         assert "rank 1 of the group did not compile" in me.fuse(fusable)
     me.end()
@@ -174,7 +174,7 @@ def test_graphs_come_in_different_orders(pool: RankPool) -> None:
 
 
 def again(rank: int, world_size: int) -> None:
-    """Returns a rank compiles alone what was fused on all: for other rows at once, else not at all."""
+    """Tests a rank that compiles again, alone: it must fuse as all ranks did before."""
     me = Rank(True, patience_s=30.0)
     assert me.fuse(fusable) == ""
     me.run()
@@ -234,7 +234,7 @@ def in_inductor(
         for _ in range(2):
             normed, summed = block(x, residual, weight)
             assert_same_bits(summed, expected[1], "sum")
-            if looks is None:  # Inductor rounds less often than the model that it compiles
+            if looks is None:  # Inductor's code rounds less often than the model
                 assert_same_bits(normed, expected[0], "normed")
     return len(fusion.reports), sum(len(report.fused) for report in fusion.reports)
 
@@ -242,7 +242,7 @@ def in_inductor(
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
 @pytest.mark.parametrize("looks", [0, 1])
 def test_one_rank_looks_under_inductor(tmp_path: pathlib.Path, given: bool, looks: int) -> None:
-    """Nor does a later run take compiled code that its peer does not have."""
+    """Tests that a later run uses no compiled code that its peer does not have."""
     runs = [run_ranks(in_inductor, 2, args=(str(tmp_path), given, looks)) for _ in range(2)]
     assert runs == [[(1, 0), (1, 0)]] * 2
     assert run_ranks(in_inductor, 2, args=(str(tmp_path), given, None)) == [(1, 1), (1, 1)]
@@ -258,9 +258,9 @@ def test_one_rank_has_lost_its_cache(tmp_path: pathlib.Path, lost: str) -> None:
     for path in own.iterdir():
         if path.name not in kept and lost != "word":
             shutil.rmtree(path)
-    if lost == "word":  # as where the rank was killed while ranks decided
+    if lost == "word":  # as if the rank was killed during the decision
         (file,) = (own / "allnorm").glob("*/1")
         file.write_text("")
-    # The other rank has the fused code from its cache, or compiles anew too.
+    # The other rank has the fused code in its cache, or compiles again too.
     assert run() == ([(0, 0), (1, 1)] if lost == "code" else [(1, 1), (1, 1)])
     assert run() == [(0, 0), (0, 0)]

@@ -1,4 +1,4 @@
-"""Every reason of the graph pass, with a small graph that it is true of.
+"""Tests every reason of the graph pass, with a small graph that it applies to.
 
 A case is a graph with the cause of a reason, and the same graph without it, which is fused. The
 sentences of the pass are read from its sources: one without a case fails `test_every_sentence`.
@@ -109,7 +109,7 @@ def number_reduced(given, cause):
 
 
 def block(call: Callable[[Graph, Any], Any]) -> Any:
-    """Makes a graph that reduces `x`, or something else, by a call."""
+    """Returns a function that makes a graph whose call reduces `x` or a different argument."""
 
     def make(given: Any, cause: bool, other: Any = None) -> tuple[GraphModule, Any]:
         graph = Graph()
@@ -416,7 +416,7 @@ def writes(x, residual, w):
 
 
 def with_node(add: Callable[[Graph, dict[str, Any]], Any], more: Any = ()) -> Any:
-    """Makes a graph that writes in place, and has another node if there is the cause."""
+    """Returns a function that makes a graph that writes in place; the cause adds a node."""
 
     def make(given: Any, cause: bool) -> tuple[GraphModule, Any]:
         module = symbolic_trace(writes)
@@ -599,7 +599,7 @@ def two_scales(x, residual, w, cause):
 
 
 def with_free_sizes(given):
-    """Fake tensors of any size but in their last dimensions."""
+    """Returns fake tensors with symbolic sizes, except the last dimensions."""
     mode, fakes = FakeTensorMode(shape_env=ShapeEnv()), []
     for place, tensor in enumerate(given):
         dims = [DimDynamic.DUCK] * (tensor.dim() - 1) + [DimDynamic.STATIC]
@@ -649,7 +649,7 @@ def run_case(rank: int, world_size: int, name: str) -> None:
     texts = texts_of(*graph_of(name, rank, True), OPTIONS[name])
     assert any(re.search(reason, text) for text in texts), texts
     names = {node.name for node in graph_of(name, rank, True)[0].graph.nodes}
-    for text in texts:  # nodes are called what the caller's graph calls them
+    for text in texts:  # texts use the names of nodes in the caller's graph
         assert {*re.findall(r"\b[a-z_]+_\d+\b", text)} <= {*names, "norm_weight"}, text
     if fuses:
         module, given = graph_of(name, rank, False)
@@ -703,7 +703,7 @@ FILES = ("report.py", "inductor.py", "generation.py", "vocabulary.py")
 
 
 def sentences() -> dict[str, str]:
-    """Returns each text of the pass that is no docstring or error, by its pattern."""
+    """Returns the texts of the pass that are not docstrings or errors, by their patterns."""
     found = {}
     for path in sorted(pathlib.Path(allnorm.compile.__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text())
@@ -766,9 +766,8 @@ ELSEWHERE = {
     "{} is a DTensor: pass its whole local tensor to the graph instead": (
         *("test_dtensors.py", "is a DTensor: pass its whole local tensor"),
     ),
-    "torch.distributed is not initialized: call init_process_group() first, or pass communicator=": (
-        *("test_refusals.py", "torch.distributed is not initialized"),
-    ),
+    "torch.distributed is not initialized: call init_process_group() first, or pass "
+    "communicator=": (*("test_refusals.py", "torch.distributed is not initialized"),),
     "it is the residual of {}: their sum is fused there": (
         *("test_matches.py", "it is the residual of"),
     ),
@@ -784,7 +783,9 @@ GUARDS = {
         "sizes are questions, which hold nothing of a tensor's elements"
     ),
     "the shapes and dtypes of its tensors are unknown": "a reduction without a shape is first",
-    "it creates {}, a tensor that exists only while it is traced": "constants are recorded as themselves",
+    "it creates {}, a tensor that exists only while it is traced": (
+        "constants are recorded as themselves"
+    ),
     "{} would have different strides in a graph without in-place operations": (
         "results whose strides PyTorch does not keep are refused before"
     ),
@@ -792,7 +793,7 @@ GUARDS = {
     "{} takes the {} over a dimension of unknown size": (
         "a row of unknown size is a reason of the reduction itself"
     ),
-    # Not reasons, but what a report says of fused sites, and a file's name.
+    # Not reasons: texts for fused sites, and a file name.
     "sum of {} experts' rows": "",
     "tensor added after the reduction": "",
     "no second norm": "",

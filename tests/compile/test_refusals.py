@@ -1,4 +1,4 @@
-"""Hand-made graphs that must be left alone, each with the reason in the report."""
+"""Tests hand-made graphs that must not be fused, and the reasons in the report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refusal(reason: str, inputs: Inputs | None = None) -> Any:
 
 
 def norm(z: Any, w: Any) -> Any:
-    """Of a float32 tensor, rounded once."""
+    """Norms a float32 tensor and rounds once."""
     return (z * rstd(z) * w).to(bf16)
 
 
@@ -96,7 +96,7 @@ def scattered(x, residual, w):
     return llama(torch.ops._c10d_functional.wait_tensor.default(shard) + residual, w)
 
 
-# ---- who else needs what the fused call does not return -----------------------------------------
+# ---- other readers of tensors that the fused call does not return --------------------------------
 
 
 @refusal("the reduced tensor itself is also used by the output")
@@ -150,7 +150,7 @@ def unused(x, residual, w):
     return llama(residual, w)
 
 
-# ---- another norm -------------------------------------------------------------------------------
+# ---- different norms----------------------------------------------------------------------------
 
 
 @refusal("mean over dimension 0: expected the last")
@@ -255,7 +255,7 @@ def weight_from_the_sum(x, residual, w):
     return (z * rstd(z) * torch.relu(reduced)[0]).to(bf16)
 
 
-# ---- another sum --------------------------------------------------------------------------------
+# ---- different sums-----------------------------------------------------------------------------
 
 
 @refusal("is torch.float32: expected torch.bfloat16")
@@ -372,7 +372,7 @@ def test_refusal(pool: RankPool, name: str) -> None:
 
 
 def two_communicators(rank: int, world_size: int) -> None:
-    """Returns a graph with two groups: only the communicator's own is fused, unless none is given."""
+    """Tests a graph with two groups: a given communicator fuses only its own group's."""
     other = dist.new_group([0, 1])
 
     def block(x, residual, w):
@@ -389,7 +389,7 @@ def two_communicators(rank: int, world_size: int) -> None:
     assert "communicator over '0'" in str(report.missed[0].reason)
     assert len(fused_calls(graph)) == 1
     before = open_names()
-    report = fuse(graph, inputs)  # the rest, on a communicator that it makes
+    report = fuse(graph, inputs)  # fuses the rest on a new communicator
     assert [site.numerics for site in report.sites] == ["rounded"]
     (made,) = set(open_names()) - set(before)
     assert made.partition("#")[0] == other.group_name
@@ -432,7 +432,7 @@ def test_communicators(pool: RankPool) -> None:
 
 
 def gradients(rank: int, world_size: int) -> None:
-    """Returns the fused call has no gradient: a graph that is about to be differentiated stays."""
+    """Tests that graphs whose results need a gradient stay unfused."""
     x, residual, w = Inputs().make(rank)
 
     def block(x, residual, w):
@@ -452,7 +452,7 @@ def test_gradients(pool: RankPool) -> None:
 
 
 def unknown(rank: int, world_size: int) -> None:
-    """What the graph does not say, and what cannot be known of a function."""
+    """Tests graphs without metadata, and functions with unknown effects."""
     inputs = Inputs().make(rank)
 
     def block(x, residual, w):
@@ -510,7 +510,7 @@ def errors(rank: int, world_size: int) -> None:
     ]
     for error, text, call in calls:
         assert text in message_of(error, call)
-    group = dist.new_group([0])  # without a communicator: one would be made
+    group = dist.new_group([0])  # without a communicator, fuse() would make one
     other = symbolic_trace(lambda x, residual, w: llama(reduce(x, group=group.group_name), w))
     os.environ["ALLNORM_TIMEOUT"] = "1"  # misspelled
     try:
@@ -534,7 +534,7 @@ def test_errors(pool: RankPool) -> None:
 
 
 def test_without_process_group() -> None:
-    """A graph can be looked at anywhere; it says what is missing."""
+    """Tests that fuse() works without a process group and names what is missing."""
     inputs = Inputs().make(0)
     graph = symbolic_trace(lambda x, residual, w: llama(reduce(x) + residual, w))
     check_missed(graph, inputs, "torch.distributed is not initialized")

@@ -1,4 +1,4 @@
-"""The form of the graph pass's report."""
+"""Tests the text form of the graph pass's report."""
 
 from __future__ import annotations
 

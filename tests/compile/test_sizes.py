@@ -1,6 +1,6 @@
-"""Graphs that are fused with real examples, and run with other sizes: shapes must be the graph's.
+"""Tests graphs that were fused with real examples and run with other sizes.
 
-A fused graph may refuse a size for which it was not made. It must not return another shape.
+A fused graph may refuse a size that it was not fused for. It must not return a wrong shape.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .helpers import llama, nodes_calling, reduce
 from .test_random_contents import HIDDEN, ints, one
 
 GRAPHS: dict[str, Callable[..., Any]] = {}
-REFUSE = {"first_part", "without_a_one"}  # sizes at which the same nodes give other shapes
-ALWAYS = {"plain", "shape_of_another_tensor"}  # are fused for any size, and need no check
+REFUSE = {"first_part", "without_a_one"}  # sizes at which the same nodes give different shapes
+ALWAYS = {"plain", "shape_of_another_tensor"}  # fused for any size, without a check
 
 
 def graph(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +41,7 @@ def plain(x, residual, w):
 
 @graph
 def views_of_fixed_sizes(x, residual, w):
-    """For 4 tokens, both views have the same shape, and no others may be fused."""
+    """Views that have the same shape only for 4 tokens, the only size that may be fused."""
     z = reduce(x.reshape(-1, 2, HIDDEN)) + residual.view(-1, 2, HIDDEN)
     return llama(z.flatten(0, -2).view(2, -1, HIDDEN), w), z
 
@@ -61,7 +61,7 @@ def shape_of_another_tensor(x, residual, w):
 
 @graph
 def first_part(x, residual, w):
-    """Takes the first of as many parts as there are."""
+    """Splits the rows into parts of two; their number depends on the number of tokens."""
     z = reduce(x) + residual
     part = F.rms_norm(z, (HIDDEN,), w, 1e-5).split(2)
     return part[0], part[1], z
@@ -69,13 +69,13 @@ def first_part(x, residual, w):
 
 @graph
 def without_a_one(x, residual, w):
-    """With one token, a dimension less."""
+    """Squeezes a dimension, which disappears with one token."""
     z = (reduce(x) + residual).squeeze(0)
     return F.rms_norm(z, (HIDDEN,), w, 1e-5)
 
 
 class Of(nn.Module):
-    """A module that calls a function with a weight of its own."""
+    """A module that calls a function with its own weight."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Of(nn.Module):
 
 
 def answers(module: GraphModule, inputs: Sequence[Tensor]) -> list[Tensor] | str:
-    """Returns the results, or why there are none."""
+    """Returns the results, or the error text."""
     try:
         results = module(*inputs)
     except (ValueError, RuntimeError, IndexError) as error:
@@ -131,7 +131,7 @@ def test_sizes(pool: RankPool, name: str, tokens: int) -> None:
 @on(cpu=(2,))
 @pytest.mark.parametrize("seed", [71999873758, 71999873776])
 def test_programs(pool: RankPool, seed: int) -> None:
-    """Programs in which views were chosen that only fit at the sizes of the examples."""
+    """Tests programs with views that fit only the sizes of the examples."""
     pool.run(program, seed)
 
 
@@ -140,7 +140,7 @@ def program(rank: int, world_size: int, seed: int) -> None:
 
 
 def traced_sizes(rank: int, world_size: int) -> None:
-    """`make_fx` takes two views for alike at 4 tokens, and checks nothing when its graph runs."""
+    """Tests a graph of `make_fx`, which treats two views as equal at 4 tokens."""
 
     def layer(x: Tensor) -> Tensor:
         normed = F.rms_norm(reduce(x.view(-1, 2, HIDDEN)), (HIDDEN,), None, 1e-5)

@@ -1,4 +1,4 @@
-"""Graphs to be fused that take more than a function: modules, Dynamo, collectives, wrappers."""
+"""Tests the fusion of graphs of modules, Dynamo, collectives and wrappers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Block(torch.nn.Module):
 
 
 def modules(rank: int, world_size: int) -> None:
-    """torch.nn.RMSNorm as a call of a module, with and without eps and weight."""
+    """Tests torch.nn.RMSNorm as a module call, with and without eps and weight."""
     x, residual, _ = Inputs().make(rank)
     for arguments in ({}, {"eps": 1e-3}, {"elementwise_affine": False}, {"dtype": torch.float32}):
         norm = torch.nn.RMSNorm(HIDDEN, **{"dtype": bf16, **arguments})
@@ -71,7 +71,7 @@ def test_modules(pool: RankPool) -> None:
 
 
 def in_place_graph(target: Any, arguments: Sequence[Any], *, clone: bool) -> GraphModule:
-    """`target(x, ...)` in place, then a residual and a norm."""
+    """Makes a graph that calls `target(x, ...)` in place, then adds a residual and norms."""
     graph = Graph()
     x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
     x = graph.call_method("clone", (x,)) if clone else x
@@ -91,7 +91,7 @@ def in_place_reductions(rank: int, world_size: int) -> None:
         (torch.ops._c10d_functional.all_reduce_.default, ("sum", "0")),
     ]
     for target, arguments in forms:
-        for clone in (True, False):  # of a temporary, and of the caller's own tensor
+        for clone in (True, False):  # a temporary, and the caller's own tensor
             graph = in_place_graph(target, arguments, clone=clone)
             check_fused(graph, inputs, "rounded", communicator=comm())
             assert not nodes_calling(graph, "distributed")
@@ -103,7 +103,7 @@ def test_in_place_reductions(pool: RankPool) -> None:
 
 
 def functional_collectives(rank: int, world_size: int) -> None:
-    """Returns the Python function, with a group by name."""
+    """Tests the Python function with a group name."""
     graph = Graph()
     x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
     reduced = graph.call_function(funcol.all_reduce, (x, "SUM", "0"))
@@ -119,7 +119,7 @@ def test_functional_collectives(pool: RankPool) -> None:
 
 
 def as_dynamo_traces(rank: int, world_size: int) -> None:
-    """dist.all_reduce becomes a functional collective and a copy into its argument."""
+    """Tests Dynamo's form of dist.all_reduce: a functional collective and a copy."""
     x, residual, w = Inputs().make(rank)
 
     def temporary(x, residual, w):
@@ -158,7 +158,7 @@ def as_dynamo_traces(rank: int, world_size: int) -> None:
             inputs = [t.clone() for t in (x, residual, w)]
             by_name = {"l_x_": inputs[0], "l_residual_": inputs[1], "l_w_": inputs[2]}
             ordered = [by_name[n.name] for n in graph.graph.nodes if n.op == "placeholder"]
-            # Its metadata is enough; the results are compared with the graph's own.
+            # Metadata suffices. The results are compared with those of the unfused graph.
             check_fused(graph, ordered, modes, communicator=comm())
 
 
@@ -169,7 +169,7 @@ def test_as_dynamo_traces(pool: RankPool) -> None:
 
 @functools.cache
 def mylib() -> torch.library.Library:
-    """Custom reductions: functional, and in place."""
+    """Defines custom reductions, functional and in place."""
     library = torch.library.Library("mylib", "DEF")
     library.define("all_reduce(Tensor x, str group_name) -> Tensor")
     library.define("all_reduce_(Tensor(a!) x, str group_name) -> ()")
@@ -210,7 +210,7 @@ def custom_operators(rank: int, world_size: int) -> None:
             check_fused(
                 graph, [x, residual, w], "transformers", communicator=comm(), all_reduce_ops=ops
             )
-    # As AOTAutograd writes the one in place.
+    # The form in which AOTAutograd writes the in-place one.
     functionalized = torch.ops.higher_order.auto_functionalized
 
     def wrapped(x, residual, w):
@@ -234,7 +234,7 @@ def test_custom_operators(pool: RankPool) -> None:
 
 
 def bits(rank: int, world_size: int) -> None:
-    """Reductions by allnorm itself: the fused graph has the reference's bits, for any ranks."""
+    """Tests reductions by allnorm itself: bit-identical to the reference."""
     c, case = comm(), Inputs(shape=(7, HIDDEN))
     xs = [case.make(r)[0] for r in range(world_size)]
     x, residual, w = case.make(rank)
@@ -257,7 +257,7 @@ def test_bits(pool: RankPool) -> None:
 
 
 def decomposed(rank: int, world_size: int) -> None:
-    """F.rms_norm as make_fx takes it apart, with an addition in place."""
+    """Tests F.rms_norm as decomposed by make_fx, with an in-place addition."""
     inputs = Inputs().make(rank)
 
     def block(x, residual, w):
@@ -276,7 +276,7 @@ def test_decomposed(pool: RankPool) -> None:
 
 
 def dynamic(rank: int, world_size: int) -> None:
-    """Returns a symbolic number of tokens; the report names it."""
+    """Tests a symbolic number of tokens, which the report shows."""
 
     def block(x, residual, w):
         residual = reduce(x.unflatten(0, (-1, 2))).reshape(-1, HIDDEN) + residual
@@ -312,7 +312,7 @@ def test_dynamic(pool: RankPool) -> None:
 
 
 def nested(rank: int, world_size: int) -> None:
-    """Returns a graph inside a graph, as torch.fx.passes.split_module leaves them."""
+    """Tests nested graphs, as torch.fx.passes.split_module makes them."""
     inputs = Inputs().make(rank)
 
     def layer(x, residual, w):
@@ -342,7 +342,7 @@ def test_nested(pool: RankPool) -> None:
 
 
 def ordered(rank: int, world_size: int) -> None:
-    """Returns a reduction with an effect token, in AOTAutograd's graph, is a site."""
+    """Tests that a reduction with an effect token, in AOTAutograd's graph, is a missed site."""
     reports = []
 
     def compiler(module, given):

@@ -1,7 +1,7 @@
-"""SGLang's own package without its GPU dependencies: two CPU ranks and its dense models, tiny.
+"""Runs SGLang's own package without its GPU dependencies: tiny dense models on CPU ranks.
 
-What SGLang imports and these tests do not run (image codecs, GPU kernels, grammars) is stood in for
-by modules that can be imported and hold nothing. SGLang itself, torch and transformers are real.
+Empty fake modules replace the dependencies that these tests do not run (image codecs, GPU
+kernels, grammars). SGLang itself, torch and transformers are real.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from allnorm.testing import rank_input, shared_input
 
 HIDDEN_SIZE = 256
 NUM_LAYERS = 3
-# Module of the model: the name of its classes; of its configuration, where that is another.
+# By module of the model: the prefix of its classes, and of its configuration if that differs.
 FAMILIES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
@@ -61,7 +61,7 @@ _STAND_INS = (
 
 
 class _Nothing:
-    """Whatever is asked of a module that is stood in for. As a decorator it changes nothing."""
+    """Any attribute of a fake module. As a decorator it changes nothing."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -91,7 +91,7 @@ class _NothingModule(types.ModuleType):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `_STAND_INS` where they are not installed."""
+    """A finder of fake modules for those of `_STAND_INS` that are not installed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.split(".")[0] in _STAND_INS:
@@ -108,7 +108,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 @functools.cache
 def make_importable() -> str:
     """Makes SGLang's modules importable in this process; returns its version."""
-    # torch looks for some of these itself, and must not find what holds nothing.
+    # torch imports some of these itself, and must not find the empty ones.
     importlib.import_module("torch._inductor.config")
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.utils.flop_counter")
@@ -118,7 +118,7 @@ def make_importable() -> str:
 
 @functools.cache
 def join(**settings: Any) -> None:
-    """SGLang's groups and settings for this rank; torch.distributed is initialized."""
+    """Initializes SGLang's groups and settings for this rank, after torch.distributed."""
     make_importable()
     from sglang.srt import runtime_context
     from sglang.srt.distributed import parallel_state
@@ -148,7 +148,7 @@ class _Unrotated(torch.nn.Module):
 
 
 class _HiddenStates(torch.nn.Module):
-    """In the place of the logits."""
+    """A result with hidden states in place of the logits."""
 
     def forward(self, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden_states
@@ -208,7 +208,7 @@ def batch_of(num_tokens: int) -> Any:
 
 
 def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
-    """Returns one forward pass of a decode batch, from embeddings that are the same on every rank."""
+    """Runs a forward pass of a decode batch, from embeddings that are equal on every rank."""
     dtype = model.model.norm.weight.dtype
     embeds = shared_input((num_tokens, HIDDEN_SIZE), dtype, "embeddings")
     with torch.inference_mode():
@@ -221,7 +221,7 @@ def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
 
 
 def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
-    """SGLang's own method before it captures graphs, through whatever is hooked there."""
+    """Calls SGLang's method before graph capture, with its hooks."""
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
 
     arguments = {
@@ -241,9 +241,9 @@ def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
 
 
 def by_definition(model: Any) -> None:
-    """Lets the norms of a model compute by this library's definition, on one rank.
+    """Makes the norms of a model compute by this library's definition, on one rank.
 
-    SGLang's CPU norm adds its squares in another order. With this, two runs differ only if the
+    SGLang's CPU norm adds squares in a different order. With this, two runs differ only if the
     reductions, or what goes between them and the norms, do.
     """
     from allnorm.integrations.sglang import norms
@@ -264,7 +264,7 @@ def by_definition(model: Any) -> None:
 
 @contextlib.contextmanager
 def counted_all_reduces() -> Iterator[list[tuple[int, ...]]]:
-    """Returns the shapes of SGLang's own all-reduces over the tensor-parallel group, while it lasts."""
+    """Records the shapes of SGLang's own all-reduces over the tensor-parallel group."""
     from sglang.srt.runtime_context import get_parallel
 
     shapes: list[tuple[int, ...]] = []
@@ -284,7 +284,7 @@ def counted_all_reduces() -> Iterator[list[tuple[int, ...]]]:
 
 
 def fresh_plugin() -> Any:
-    """Returns the plugin registered and applied by SGLang's own loader, nothing decided yet."""
+    """Returns the plugin, registered and applied by SGLang's own loader, without a decision."""
     join()
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -300,7 +300,7 @@ def fresh_plugin() -> Any:
 
 
 class Log(logging.Handler):
-    """What the plugin logs."""
+    """Records the plugin's log messages."""
 
     def __init__(self) -> None:
         super().__init__()

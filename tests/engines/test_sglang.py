@@ -1,6 +1,6 @@
-"""The plugin in SGLang's own package, on CPU ranks: `make test-engines` installs it.
+"""Tests the plugin in SGLang's own package, on CPU ranks: `make test-engines` installs it.
 
-Skipped where SGLang is not installed: it demands another torch and other transformers than the
+Skipped without SGLang, which requires different versions of torch and transformers than the
 development environment has.
 """
 
@@ -39,12 +39,12 @@ HIDDEN = engine.HIDDEN_SIZE
 
 
 def is_old() -> bool:
-    """0.5.17 reduces the sums of dense models where they arise; 0.5.23 keeps the last one there."""
+    """Returns whether SGLang is 0.5.17, whose row-parallel layers reduce their own sums."""
     return importlib.metadata.version("sglang") == "0.5.17"
 
 
 def families() -> list[str]:
-    """Those of which any sum is fused."""
+    """Returns the families in which at least one sum is fused."""
     return [each for each in engine.FAMILIES if is_old() or each not in engine.AT_BOUNDARIES]
 
 
@@ -76,14 +76,14 @@ def run_fused_and_not(
 def run_over_two_hosts(
     rank: int, world_size: int, family: str, num_tokens: int
 ) -> tuple[Any, int, int]:
-    """As above, each rank on a host of its own: its islands, and reductions before and after."""
+    """Runs a model with each rank on its own host; also returns the islands."""
     with on_its_own_host(rank) as islands:
         before, after, _ = run_fused_and_not(rank, world_size, family, num_tokens)
     return islands[-1], before, after
 
 
 def run_beside_boundaries(rank: int, world_size: int, family: str) -> tuple[int, int, int]:
-    """As above, for a model that keeps its reductions."""
+    """Runs a model that keeps its own reductions."""
     plugin = engine.fresh_plugin()
     model = engine.tiny_model(family)
     engine.by_definition(model)
@@ -99,7 +99,7 @@ def run_beside_boundaries(rank: int, world_size: int, family: str) -> tuple[int,
 
 
 def one_norm(rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
-    """Returns a site as SGLang calls it, against SGLang's own all-reduce and native norm."""
+    """Compares a site with SGLang's own all-reduce and native norm."""
     plugin = engine.fresh_plugin()
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.runtime_context import get_parallel
@@ -124,7 +124,7 @@ def one_norm(rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
 
 
 def compiled(rank: int, world_size: int) -> int:
-    """SGLang's calls in a graph without breaks, for any number of tokens."""
+    """Compiles SGLang's calls to one graph without breaks, for any number of tokens."""
     plugin = engine.fresh_plugin()
     from sglang.srt.layers.layernorm import RMSNorm
 
@@ -160,7 +160,7 @@ def compiled(rank: int, world_size: int) -> int:
 
 
 def between_layers(rank: int, world_size: int) -> bool:
-    """Returns a sum that a mixture of experts leaves to the next layer, in 0.5.17."""
+    """Tests a sum that a mixture of experts leaves to the next layer, in 0.5.17."""
     plugin = engine.fresh_plugin()
     from sglang.srt.layers.communicator import LayerCommunicator, LayerScatterModes
     from sglang.srt.layers.layernorm import RMSNorm
@@ -200,7 +200,7 @@ def between_layers(rank: int, world_size: int) -> bool:
 
 
 def refuse(rank: int, world_size: int, cause: str) -> tuple[list[tuple[str, str]], int, bool]:
-    """Something stands against the fusion, in some cases on one rank only."""
+    """Tests obstacles, some of them on one rank only: no rank fuses."""
     plugin = engine.fresh_plugin()
     log = engine.Log()
     from sglang.srt import runtime_context
@@ -248,7 +248,7 @@ def refuse(rank: int, world_size: int, cause: str) -> tuple[list[tuple[str, str]
 
 
 def load(rank: int, world_size: int, plugins: str, has_gpu: bool) -> dict[str, Any]:
-    """SGLang's own loader finds the entry point, in a process that imported users of the gate."""
+    """Loads the plugin by SGLang's own loader, in a process that imported users of the gate."""
     os.environ["SGLANG_PLUGINS"] = plugins
     engine.make_importable()
     import sglang.srt.plugins as loader
@@ -301,7 +301,7 @@ def at_one_rank(rank: int, world_size: int) -> tuple[list[tuple[str, str]], bool
 
 
 class _Settings:
-    """Settings of SGLang, some of them changed."""
+    """Settings of SGLang, with some changed."""
 
     def __init__(self, under: Any = None, **changed: Any) -> None:
         self.__dict__.update(changed)
@@ -371,13 +371,13 @@ def test_two_hosts_compute_the_same(ranks: RankPool, num_tokens: int) -> None:
 @pytest.mark.skipif(is_old(), reason="0.5.17 has no layer boundaries")
 @pytest.mark.parametrize("family", engine.AT_BOUNDARIES)
 def test_boundaries_complete_sums_before_a_post_norm(ranks: RankPool, family: str) -> None:
-    """As docs/sglang.md says: this fails when they can be fused."""
+    """docs/sglang.md documents this limit; the test fails once such sums can be fused."""
     sites = 2 * engine.NUM_LAYERS
     assert ranks.run(run_beside_boundaries, family) == [(sites, sites, 0)] * 2
 
 
 def test_compiled_calls(ranks: RankPool) -> None:
-    # Counted where the same calls ran outside the graph.
+    # Counted only if the same calls ran outside the graph.
     assert ranks.run(compiled) == [4, 4]
 
 
@@ -388,7 +388,7 @@ def test_a_sum_left_to_the_next_layer(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("gemma", [False, True], ids=["plain", "gemma"])
 def test_a_site_against_the_native_norm(ranks: RankPool, gemma: bool) -> None:
-    """The sum and the residual are the same bits; the norm differs by the order of its squares.
+    """The sum and the residual are bit-identical; the norm adds squares in a different order.
 
     SGLang's native Gemma norm rounds the sum before it, its kernels do not: there only the residual
     can be compared closely.
@@ -424,7 +424,7 @@ def test_refusals_leave_the_engine_alone(
 
 
 def test_deterministic_mode_keeps_the_fusion(ranks: RankPool) -> None:
-    """SGLang sets its own switch then, since FlashInfer's bits depend on the batch."""
+    """SGLang sets its own switch then, because FlashInfer's bits depend on the batch."""
     for lines, reduced, fused in ranks.run(refuse, "deterministic"):
         assert fused, lines
         assert reduced == (0 if is_old() else 1)

@@ -1,6 +1,6 @@
-"""Norms that hand FP8 over, to SGLang's own linear functions; CPU ranks, the GEMM itself emulated.
+"""Tests norms that return FP8 to SGLang's own linear functions, with emulated GEMMs on CPU.
 
-The GEMMs are kernels for GPUs. What stands in for them multiplies in float32 and first compares the
+The GEMMs are GPU kernels. Their emulations multiply in float32 and first compare the
 layout of the scales with what SGLang itself allocates for that GEMM.
 """
 
@@ -48,7 +48,7 @@ def multiply(q: torch.Tensor, scale: torch.Tensor, weight: Any, weight_scale: An
 
 @contextlib.contextmanager
 def emulated_gemms() -> Iterator[list[tuple[int, ...]]]:
-    """SGLang's quantizers and GEMMs on the CPU; yields the strides of the scales they got."""
+    """Emulates SGLang's quantizers and GEMMs on the CPU; yields the strides of their scales."""
     from sglang.kernels.ops.quantization import fp8_kernel
     from sglang.srt.layers.quantization import fp8_utils
 
@@ -72,7 +72,7 @@ def emulated_gemms() -> Iterator[list[tuple[int, ...]]]:
         return multiply(q, scale, weight, weight_scale)
 
     def cutlass(q: Any, weight_t: Any, scale: Any, weight_scale_t: Any, **k: Any) -> Any:
-        # Its kernel asks for columns; it pads rows to 4 itself where they are not.
+        # The kernel requires column-major scales; the function pads rows to 4 itself otherwise.
         assert scale.stride(0) == 1
         assert scale.stride(1) % 4 == 0
         strides.append(scale.stride())
@@ -108,7 +108,7 @@ def weights(rows: int, columns: int, rank: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def hand_over(rank: int, world_size: int, gemm: str, num_tokens: int, keep_bf16: bool) -> str:
-    """SGLang's quantized norm, as it is called on other GPUs, into one of its linear functions."""
+    """Runs SGLang's quantized norm, as on other GPUs, with one of its linear functions."""
     plugin = engine.fresh_plugin()
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.quantization import fp8_utils
@@ -151,7 +151,7 @@ def hand_over(rank: int, world_size: int, gemm: str, num_tokens: int, keep_bf16:
 
 
 def quantize_layers(model: Any, gemm: str, rank: int) -> None:
-    """Lets the column-parallel layers of a model compute in block-scaled FP8."""
+    """Makes the column-parallel layers of a model compute in block-scaled FP8."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     method = Fp8LinearMethod.__new__(Fp8LinearMethod)
@@ -227,7 +227,7 @@ def test_a_quantized_model_computes_the_same(ranks: RankPool, family: str, gemm:
     else:
         assert fused == (0 if family in engine.AT_BOUNDARIES else 2 * layers - 1)
     if family in (*engine.REDUCE_THEMSELVES, *engine.AT_BOUNDARIES):
-        want = 0  # their layers give their linear layers nothing but 16 bits
+        want = 0  # their linear layers receive only 16-bit tensors
     elif is_old():
         # SGLang's Triton function of that version takes no quantized input, and the first norm of
         # its Qwen3 layers returns to code that asks for a shape.

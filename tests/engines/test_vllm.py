@@ -1,4 +1,4 @@
-"""Contract with the real vLLM, without GPUs: fails when a seam moves (`make test-engines`)."""
+"""Tests the plugin in the real vLLM, without GPUs: fails if a seam moves (`make test-engines`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(3000)
 
 
 def run(name: str, world_size: int, *args: Any, of: Any = None) -> list[Any]:
-    """Returns a function of vllm_ranks, or of another module, in new processes, which patch vLLM."""
+    """Runs a function of vllm_ranks, or of module `of`, in new processes, which patch vLLM."""
     import vllm_ranks
 
     return run_ranks(getattr(of or vllm_ranks, name), world_size, args=args, timeout=HANG_SECONDS)
@@ -39,7 +39,7 @@ def decisions(model: str) -> dict[str, Any]:
 
 def test_every_seam_is_there() -> None:
     assert seams.missing() == []
-    # Each version has one of the two modules with the plain helper.
+    # Each version has one of the two modules that define the plain helper.
     assert [len(option.present()) for option in seams.OPTIONAL] == [1, 1, 1]
 
 
@@ -74,7 +74,7 @@ def test_vllm_plugins_decides_whether_it_is_loaded() -> None:
 def test_it_is_on_by_default(decisions: dict[str, Any]) -> None:
     assert decisions["default"]["on"]
     assert not decisions["default"]["said"]
-    # One range of sizes: nothing is compiled twice for a threshold of vLLM's own fusion.
+    # One range of sizes: no second compilation for a threshold of vLLM's own fusion.
     assert decisions["default"]["ranges"] == decisions["off"]["ranges"]
     assert decisions["of the user"]["on"]
 
@@ -133,7 +133,7 @@ def test_a_compiled_block_is_fused(model: str) -> None:
     assert level == "INFO"
     assert "4 of 4 reductions fused over 2 ranks" in text
     assert not second["said"], "one rank speaks for the group"
-    # vLLM's cache has a folder for each rank; Inductor's would give one rank's code to another.
+    # vLLM's cache has a folder per rank; Inductor's cache would share code between ranks.
     assert first["hash"] == second["hash"]
     assert first["uuid"] != second["uuid"]
 
@@ -229,20 +229,20 @@ def test_both_sums_of_a_layer_are_fused(tmp_path: pathlib.Path, family: str) -> 
             assert not each[rounding]["notes"]
             assert each[rounding]["boundary"] == boundary
             assert each[rounding]["numerics"] == [mode, mode]
-        # But for the order of the squares, each bit is that of vLLM's own functions.
+        # Except for the order of the squares, results are bit-identical to vLLM's own functions.
         assert max(each["eager rounding"]["different"]) < 0.005
-        # Inductor leaves roundings out of the rest of the layer, and all that is left is small.
+        # Inductor omits roundings in the rest of the layer, so only small differences remain.
         assert max(each["default"]["furthest"]) < 0.02
 
 
 def test_sums_of_experts_are_out_of_sight() -> None:
-    """They are made inside of one operator, as docs/vllm.md says: this fails when that changes."""
+    """One operator computes them, as docs/vllm.md documents; the test fails when that changes."""
     layers = pathlib.Path(vllm.__file__).parent / "model_executor" / "layers" / "fused_moe"
     runner = (layers / "runner" / "moe_runner.py").read_text()
     assert 'op_name="moe_forward"' in runner
     assert 'op_name="moe_forward_shared"' in runner
     assert 'op_name="fused_experts"' in (layers / "fused_moe.py").read_text()
-    # The reduction is outside of it.
+    # The reduction is outside that operator.
     assert "= tensor_model_parallel_all_reduce(states)" in runner
 
 
@@ -270,7 +270,7 @@ SCHEMAS = (
     ],
 )
 def test_quantization_that_is_written_out_is_fused(model: str, kind: str, quant: str) -> None:
-    """As vLLM compiles it by default; blocks only if `-quant_fp8` is asked for."""
+    """vLLM compiles it so by default; for blocks, only with `-quant_fp8`."""
     first, second = run("fuse_a_quantized_block", 2, model, kind, True)
     for found in (first, second):
         assert not found["enabled"], "the layers are those of PyTorch"
@@ -286,7 +286,7 @@ def test_quantization_that_is_written_out_is_fused(model: str, kind: str, quant:
 
 
 def test_inductor_quantizes_what_it_has_not_rounded(model: str) -> None:
-    """So unfused FP8 differs from fused in some elements, as docs/vllm.md says."""
+    """Therefore unfused FP8 differs from fused FP8 in some elements, as docs/vllm.md documents."""
     first, _ = run("fuse_a_quantized_block", 2, model, "static", False)
     assert first["quant"] == ["per_tensor"] * 3
     assert 0.005 < max(first["quantized"]) < 0.03

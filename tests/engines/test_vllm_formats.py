@@ -35,7 +35,7 @@ def test_nvfp4(shape: tuple[int, int], dtype: torch.dtype) -> None:
     given = (448 * 6 / y.float().abs().max()).reshape(1)
     quantized, tiles = reference.quantize(y, allnorm.NvFp4(given))
     scale = reference.quantize(y, allnorm.NvFp4(given, "row_major"))[1]
-    # The layout, byte for byte, as its consumers read it.
+    # The layout must match byte for byte.
     linear = nvfp4.convert_swizzled_to_linear(tiles.view(torch.uint8), *shape, 16)
     assert torch.equal(linear[:, : shape[1] // 16], scale.view(torch.uint8))
     # Its quantization multiplies by a sixth first: where the scale is the same, elements are too.
@@ -55,7 +55,9 @@ def test_mxfp8(shape: tuple[int, int], dtype: torch.dtype) -> None:
     if not hasattr(mxfp8, "_mxfp8_e4m3_quantize_torch"):
         pytest.skip("this version quantizes by its extension alone")
     theirs, scales = mxfp8._mxfp8_e4m3_quantize_torch(y, is_sf_swizzled_layout=True)
-    if vllm_without_cuda.naive_mxfp8():  # it takes the power of two below amax: only places agree
+    if (
+        vllm_without_cuda.naive_mxfp8()
+    ):  # it takes the power of two below amax, so only positions agree
         assert torch.equal(tiles == 0, scales == 0)
         assert int((scales.int() - tiles.int()).max()) <= 9
         return

@@ -1,4 +1,4 @@
-"""Ranks of one machine as if each were on a host of its own."""
+"""Makes ranks of one machine behave as if each was on its own host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder layers of vLLM's own model files, compiled by its pass manager on CPU ranks.
+"""Compiles decoder layers of vLLM's own model files by its pass manager, on CPU ranks.
 
 Layers are those of the package, with its linear layers and norms. What attends is replaced: vLLM
 cuts its graphs there, so both reductions of a layer lie in one piece.
@@ -35,10 +35,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minicpm": (
         "minicpm",
         "MiniCPMDecoderLayer",
-        {"model_type": "llama", "scale_depth": 1.4, "num_experts": 0},  # its own is remote code
+        {
+            "model_type": "llama",
+            "scale_depth": 1.4,
+            "num_experts": 0,
+        },  # its own configuration is remote code
     ),
 }
-# Their layers return the sum and its residual; the others have added them.
+# Their layers return the sum and its residual; layers of other families have added them.
 ADDED_BY_THE_NEXT = ("gemma2", "gemma3_text", "glm4")
 
 
@@ -59,7 +63,7 @@ def write_model(place: pathlib.Path, family: str) -> str:
 
 
 class Attend(torch.nn.Module):
-    """Stands for attention: mixes what it is given, token by token."""
+    """A stand-in for attention that mixes its arguments, token by token."""
 
     def __init__(self, num_heads: int, head_size: int, *_: Any, **more: Any) -> None:
         super().__init__()
@@ -70,14 +74,14 @@ class Attend(torch.nn.Module):
 
 
 class Unrotated(torch.nn.Module):
-    """Stands for rotary embeddings, in which Inductor does not make all of PyTorch's roundings."""
+    """A stand-in for rotary embeddings, in which Inductor omits some of PyTorch's roundings."""
 
     def forward(self, positions: torch.Tensor, *tensors: torch.Tensor) -> Any:
         return tensors
 
 
 def make_layer(config: Any, family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Returns a layer of the family, and the norm that its model has behind the last one."""
+    """Returns a layer of the family, and the final norm of its model."""
     file, name, _ = FAMILIES[family]
     module = importlib.import_module(f"vllm.model_executor.models.{file}")
     module.Attention = Attend
@@ -111,7 +115,7 @@ def make_layer(config: Any, family: str) -> tuple[torch.nn.Module, torch.nn.Modu
 
 
 def make_block(config: Any, family: str) -> Callable[..., Any]:
-    """Returns the layer and the norm behind it, as the family's model calls them."""
+    """Returns a block that calls the layer and the final norm as the family's model does."""
     layer, last = make_layer(config, family)
     takes_residual = "residual" in inspect.signature(layer.forward).parameters
 
@@ -129,13 +133,13 @@ def make_block(config: Any, family: str) -> Callable[..., Any]:
 
 
 def round_as_pytorch(every: bool) -> None:
-    """Lets Inductor make the roundings of PyTorch, or leave some out, from the next compilation."""
+    """Sets whether Inductor makes all of PyTorch's roundings, from the next compilation on."""
     torch._inductor.config.emulate_precision_casts = every
     torch._inductor.config.fallback_by_default = every
 
 
 def fuse(rank: int, world_size: int, family: str, model: str) -> dict[str, Any]:
-    """Compiles a layer, and compares with the functions that vLLM calls, operator by operator.
+    """Compiles a layer and compares it with the functions that vLLM calls, operator by operator.
 
     Inductor leaves out roundings between operators that it fuses, as those of an activation. It is
     told to make them all, so that what is left are differences of the fused calls; first of all in
@@ -149,7 +153,7 @@ def fuse(rank: int, world_size: int, family: str, model: str) -> dict[str, Any]:
         block = make_block(config, family)
         x = shared_input((7, HIDDEN), bf16, "x")
         round_as_pytorch(True)
-        with torch.no_grad():  # clones: norms of vLLM take over the memory of what they are given
+        with torch.no_grad():  # clones: vLLM's norms overwrite their arguments
             expected = [each.clone() for each in block(torch.arange(7), x.clone())]
         for name in ("default", "eager rounding"):
             round_as_pytorch(name == "eager rounding")

@@ -1,4 +1,4 @@
-"""What the tests of the vLLM plugin run in processes of their own: each patches the real vLLM."""
+"""Functions that the tests of the vLLM plugin run in new processes: each patches the real vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
-import vllm_without_cuda  # before vLLM: it prepares its import
+import vllm_without_cuda  # must come before vLLM, whose import it prepares
 from two_hosts import on_its_own_host
 from vllm.config import CompilationConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -73,7 +73,7 @@ def make_config(model: str, **changes: Any) -> Any:
 
 
 class Said(logging.Filter):
-    """What the plugin logs. No handler: vLLM 0.33 takes those off its loggers."""
+    """Records the plugin's log messages. It is no handler: vLLM 0.33 removes handlers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Said(logging.Filter):
 
 
 def load_the_entry_point(rank: int, world_size: int) -> dict[str, Any]:
-    """By vLLM's own loader; then what it has done, also when called again."""
+    """Loads the plugin by vLLM's own loader, twice; returns what it has changed."""
     from vllm import plugins
 
     plugins.load_general_plugins()
@@ -102,7 +102,7 @@ def load_the_entry_point(rank: int, world_size: int) -> dict[str, Any]:
     plugins.load_general_plugins()
     plugin._registered = False
     plugin.register()
-    hashed = pass_manager.VllmConfig  # something else of the module, untouched
+    hashed = pass_manager.VllmConfig  # a different attribute of the module, unchanged
     from vllm.config import PassConfig
 
     return {
@@ -116,7 +116,7 @@ def load_the_entry_point(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def decide(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """What becomes of the switch: fuse_allreduce_rms, whether eager models fuse, the log."""
+    """Returns the resulting fuse_allreduce_rms, whether eager models fuse, and the log."""
     plugin.register()
     said = Said()
     found: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def _out_of_place(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_block() -> Any:
-    """Norms as models use them: first layer, plain, Gemma, last one; several eps."""
+    """Returns norms as models use them: first layer, plain, Gemma, last; with several eps."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     with torch.device("cpu"):
@@ -201,9 +201,9 @@ def make_block() -> Any:
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         reduced = all_reduce(x)
         start = first(reduced)
-        # Every result is given out: Inductor computes others again, and then leaves roundings out.
+        # Returns all results: Inductor recomputes others, and then omits roundings.
         middle, sum1 = plain(all_reduce(start @ matrix), reduced)
-        kept1 = sum1.clone()  # vLLM's norms take over the memory of what they are given
+        kept1 = sum1.clone()  # vLLM's norms overwrite their arguments
         late, sum2 = gemma(all_reduce(middle @ matrix), sum1)
         kept2 = sum2.clone()
         end, sum3 = first(all_reduce(late @ matrix), sum2)
@@ -213,7 +213,7 @@ def make_block() -> Any:
 
 
 def compiled(config: Any, function: Any) -> Any:
-    """As vLLM compiles: its passes before and after, and its context."""
+    """Compiles as vLLM does, with its passes and its context."""
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.compilation.passes.ir.inplace_functionalization import (
         VllmIRInplaceFunctionalizationPass,
@@ -248,7 +248,7 @@ def compiled(config: Any, function: Any) -> Any:
 
 
 def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[str, Any]:
-    """Compiles the block, with the communicator and before there is one, and compares."""
+    """Compiles the block with the communicator and before one exists, and compares."""
     plugin.register()
     said = Said()
     config = make_config(model)
@@ -285,7 +285,7 @@ def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[
 
 
 def fuse_a_block_over_two_hosts(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """As `fuse_a_block`, each rank on a host of its own; which islands there were."""
+    """Runs `fuse_a_block` with each rank on its own host; returns the islands."""
     with on_its_own_host(rank) as islands:
         found = fuse_a_block(rank, world_size, model, "")
     return {**found, "islands": islands}
@@ -297,7 +297,7 @@ def fuse_a_quantized_block(
     """Norms with vLLM's own quantization behind them: FP8 is written out, as vLLM compiles it by
     default, NVFP4 and MXFP8 are operators.
 
-    With eager_rounding Inductor makes the roundings between operators that it otherwise leaves out.
+    With eager_rounding, Inductor makes the roundings between operators that it otherwise omits.
     """
     torch._inductor.config.emulate_precision_casts = eager_rounding
     plugin.register()
@@ -340,7 +340,7 @@ _FP8_STEP = 1 << 20
 
 
 def make_quantized_block(kind: str) -> Any:
-    """Three norms, each quantized by a layer of vLLM's; their inputs do not depend on it."""
+    """Returns three norms, each quantized by a layer of vLLM; inputs do not depend on the layer."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     with torch.device("cpu"):
@@ -375,14 +375,14 @@ def _fp8(kind: str) -> Any:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-    # As Fp8LinearMethod has it after loading: of no dimension.
+    # A scalar tensor, as in Fp8LinearMethod after loading.
     static = torch.nn.Parameter(torch.tensor(8 / 448), requires_grad=False)
     shapes = {"static": GroupShape.PER_TENSOR, "per_token": GroupShape.PER_TOKEN}
     layer = QuantFP8(
         static=kind == "static",
         group_shape=shapes.get(kind, GroupShape(1, 128)),
         column_major_scales=kind == "block, columns",
-        use_ue8m0=False,  # as the kernels for blocks ask for it
+        use_ue8m0=False,  # as the kernels for blocks require
     )
     return lambda y: layer(y, static if kind == "static" else None)
 
@@ -417,13 +417,13 @@ def _nvfp4() -> Any:
     _libraries.append(library)
     from vllm._custom_ops import scaled_fp4_quant
 
-    # As linear layers have it, the reciprocal of what the checkpoint has.
+    # The reciprocal of the checkpoint's value, as in linear layers.
     given = torch.nn.Parameter(torch.tensor(448 * 6 / 8.0), requires_grad=False)
     return lambda y: scaled_fp4_quant(y, given, is_sf_swizzled_layout=True, backend="cutlass")
 
 
 def _lower_to(provider: str) -> None:
-    """Lets vLLM's norms be lowered to an implementation that has no kernel here: only compiled."""
+    """Makes vLLM lower its norms to an implementation without a kernel here, only to compile."""
     from vllm.ir.op import IrOp
 
     for name in ("rms_norm", "fused_add_rms_norm"):
@@ -435,7 +435,7 @@ def _lower_to(provider: str) -> None:
 
 
 def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """ALLNORM_DISABLE on rank 1 alone: nobody fuses, and the results are vLLM's own."""
+    """Sets ALLNORM_DISABLE on rank 1 alone: no rank fuses, and the results are vLLM's own."""
     plugin.register()
     said = Said()
     config = make_config(model)
@@ -458,7 +458,7 @@ def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]
 
 
 def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -> dict[str, Any]:
-    """Returns the pass raises with the graph half changed: it is put back on all ranks, runs unfused."""
+    """Makes the pass raise with a half changed graph: all ranks restore it and run it unfused."""
     plugin.register()
     said = Said()
     config = make_config(model)
@@ -499,7 +499,7 @@ def count_reductions() -> list[int]:
 
 
 def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """Returns the helpers of eager models, with the kernels' rounding and with PyTorch's."""
+    """Runs the helpers of eager models, with the kernels' rounding and with PyTorch's."""
     plugin.register()
     from vllm.ir.op import IrOp
     from vllm.model_executor.layers import fused_allreduce_gemma_rms_norm as gemma_module
@@ -533,12 +533,12 @@ def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
             found[name] = {"same": same, "by itself": provider.provider}
         found["reductions"] = len(calls)
         found["communicator"] = state.outcome is not None and state.outcome.reason == ""
-        # A norm that allnorm does not compute goes the stock way.
+        # vLLM computes a norm that allnorm does not support.
         norms["plain"].variance_size_override = 128
-        with contextlib.suppress(Exception):  # the kernel is not here
+        with contextlib.suppress(Exception):  # the kernel does not exist on this machine
             plain_module.fused_allreduce_rms_norm(x, residual, norms["plain"])
         found["stock"] = len(calls)
-        # Nor does one whose gradient is wanted.
+        # vLLM also computes a norm that needs a gradient.
         norms["plain"].variance_size_override = None
         with contextlib.suppress(Exception):
             plain_module.fused_allreduce_rms_norm(x, residual, norms["plain"])

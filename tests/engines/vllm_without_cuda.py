@@ -1,4 +1,4 @@
-"""The real vLLM on a machine without CUDA: its platform is told, its compiled operators only named.
+"""Makes the real vLLM importable without CUDA: a fake platform, and operators that are only names.
 
 Import this before anything of vLLM. What is Python there is the real thing; nothing of its C
 extension can be called, and operators of it that are asked for are mere names.
@@ -16,7 +16,7 @@ from torch._ops import _OpNamespace
 
 
 class _Named:
-    """An operator of the C extension: can be compared, has overloads, computes nothing."""
+    """A fake operator of the C extension: has overloads and can be compared, but not called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -72,7 +72,7 @@ from vllm.platforms.interface import DeviceCapability
 
 
 class Platform(CudaPlatformBase):
-    """An H200 that nothing runs on: tensors are on the CPU, and so are vLLM's operators."""
+    """A fake H200: tensors and vLLM's operators are on the CPU."""
 
     dispatch_key = "CPU"
 
@@ -112,7 +112,7 @@ assert not torch.cuda.is_available()
 
 
 def naive_mxfp8() -> bool:
-    """Returns whether vLLM's PyTorch code for MXFP8 leaves the upper eight powers of two of e4m3 unused.
+    """Returns whether vLLM's PyTorch code for MXFP8 omits e4m3's upper eight powers of two.
 
     On Blackwell FlashInfer quantizes.
     """

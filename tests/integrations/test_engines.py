@@ -1,4 +1,4 @@
-"""What plugins share: one outcome for all ranks, whatever one of them cannot do."""
+"""Tests the shared parts of the plugins: all ranks decide alike, whatever one of them lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SGLang plugin's own logic, against modules that stand in for SGLang.
+"""Tests the SGLang plugin's own logic, with fake modules in place of SGLang's.
 
 tests/engines/test_sglang.py runs it in the real package.
 """
@@ -101,7 +101,7 @@ RUNNER = "sglang.srt.model_executor.runner.base_runner"
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
-    """Modules with the names and functions that the plugin looks for."""
+    """Installs fake modules with the names and functions that the plugin uses."""
     contents: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": "0.0.1"},
         "sglang.srt": {},
@@ -217,7 +217,7 @@ def test_a_seam_that_moved_is_named(
 
 
 def with_more(head: str) -> Any:
-    """SGLang's function for norms with other parameters; returns what it was given."""
+    """Replaces SGLang's norm function by one with more parameters that returns its arguments."""
     scope: dict[str, Any] = {}
     exec(f"def function({head}): return locals()", scope)
     return scope["function"]
@@ -240,7 +240,7 @@ KNOWN = "norm_module, x, residual, post_residual_addition, weight, use_attn_tp_g
     ],
 )
 def test_parameters_that_are_new(fake: Any, parameters: str, words: str) -> None:
-    """Optional ones change nothing until they are used; without a required one nothing runs."""
+    """Optional parameters change nothing until they are used; required ones prevent fusion."""
     fake[LAYERNORM]._forward_with_allreduce_fusion = with_more(parameters)
     if words:
         with pytest.raises(UnsupportedError, match=words):
@@ -272,7 +272,7 @@ def test_new_parameters_of_all_hooks_are_passed_on(
 
 
 def test_what_a_new_parameter_asks_for_is_not_left_out(fake: Any) -> None:
-    """Once calls are fused, SGLang's own function is not what runs."""
+    """A fused call must raise for an unknown argument, because SGLang's function does not run."""
 
     class Fused:
         def norm(self, *given: Any) -> str:
@@ -295,7 +295,7 @@ def test_what_a_new_parameter_asks_for_is_not_left_out(fake: Any) -> None:
     for more, named in (((x,), {}), ((1,), {}), ((1.0, "a", 0), {}), ((), {"other": None})):
         with pytest.raises(UnsupportedError, match="asks for"):
             HOOKS["norm"](original, *known, *more, **named)
-    # SGLang then calls the one above, or reduces by itself.
+    # SGLang then calls `norm`, or reduces itself.
     assert HOOKS["quantized norm"](with_more("a,b,c,d,e,f,g,h=1"), *known, False, 2) is None
     gate = with_more("batch_size, mode='a'")
     assert HOOKS["gate"](gate, 3, "a") is True
@@ -315,7 +315,7 @@ def test_a_hook_that_is_not_in_place_and_a_stale_binding_are_found(fake: Any) ->
 
 
 def run_of_sglang() -> Any:
-    """What SGLang runs a model with."""
+    """Returns a fake of SGLang's runner."""
     server = SimpleNamespace(chunked_prefill_size=64, enable_pdmux=False)
     config = SimpleNamespace(hidden_size=64)
     model = torch.nn.Module()
@@ -350,7 +350,7 @@ def settings() -> Any:
 def started(
     fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Any]:
-    """Starts with SGLang's objects; returns what this rank told the others, if they were asked."""
+    """Starts the plugin with fake objects; returns the obstacles that this rank reported."""
     told: list[str] = []
 
     def agree(group: Any, device: Any, *, obstacle: str, **_: Any) -> engines.Outcome:
@@ -393,12 +393,12 @@ def test_a_start_reads_what_it_knows(started: Any) -> None:
 def test_a_field_that_is_gone_is_named_and_told_to_the_other_ranks(
     started: Any, caplog: pytest.LogCaptureFixture, where: str, field: str
 ) -> None:
-    """A setting that SGLang renamed would not be heeded, as if it were off."""
+    """Otherwise a setting that SGLang renamed would be ignored."""
     objects = {"run": run_of_sglang(), "groups": parallel(), "switches": settings()}
     owner, _, name = f"it.{field}".rpartition(".")
     delattr(operator.attrgetter(owner)(SimpleNamespace(it=objects[where])), name)
     (told,) = started(*objects.values())
-    assert told.startswith("SGLang is not as this plugin knows it")
+    assert told.startswith("SGLang is not as this plugin expects")
     assert f"without {field.removeprefix('model_runner.')}" in told
     assert "SGLang runs without fused reductions" in caplog.text
 
@@ -461,7 +461,7 @@ def test_tensors_that_do_not_fit() -> None:
 
 
 def test_what_cannot_be_fused_is_reduced_all_the_same(fake: Any) -> None:
-    """Version 0.5.17 would go on to the norm without any all-reduce."""
+    """SGLang 0.5.17 would run the norm without any all-reduce."""
     said: list[str] = []
     reduced: list[torch.Tensor] = []
 
@@ -497,7 +497,7 @@ def test_a_wired_norm_without_its_partner_raises(fake: Any) -> None:
 
 
 def functions(version: str) -> dict[str, Any]:
-    """Functions with the names and parameters of SGLang's."""
+    """Installs functions with the names and parameters of SGLang's."""
     extra = "" if version == "0.5.17" else ", act_scale_ue8m0=False"
     scope: dict[str, Any] = {}
     for name in [*handoff.GEMMS, "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback"]:
@@ -596,7 +596,7 @@ class Stack(torch.nn.Module):
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Returns the classes above under the names of SGLang's."""
+    """Installs the classes above under the names of SGLang's."""
     paths = {
         RowParallelLinear: "sglang.srt.layers.linear.RowParallelLinear",
         Layer: "sglang.srt.models.llama.LlamaDecoderLayer",
@@ -621,7 +621,7 @@ def test_sites_of_a_stack(named: None) -> None:
     stack.layers_to_capture = [1]
     assert found(stack) == within
     assert found(stack, world_size=4) == []
-    # A stage that hands its sums to another one completes them first.
+    # A pipeline stage completes its sums before it sends them.
     assert len(found(Stack(start_layer=1, last=False))) == 3
 
 
@@ -673,7 +673,7 @@ class OlmoLayer(GemmaLayer):
 
 @pytest.fixture
 def stack_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stacks of the layers above, that know no stages, as those of these models."""
+    """Returns a stack of the layers above without pipeline stages, as in these models."""
     paths = {
         RowParallelLinear: "sglang.srt.layers.linear.RowParallelLinear",
         GemmaLayer: "sglang.srt.models.gemma2.Gemma2DecoderLayer",
@@ -736,7 +736,7 @@ def test_a_layer_that_adds_by_itself(stack_of: Any) -> None:
 
 
 def test_groups_of_a_layer_by_their_name(named: None) -> None:
-    """As 0.5.23 keeps them."""
+    """SGLang 0.5.23 stores names instead of groups."""
     stack = Stack()
     layers: Any = stack.layers
     for layer, group, size in zip(layers, (None, "attn_tp", "tp"), (2, 2, 4), strict=True):
@@ -754,7 +754,7 @@ def test_groups_of_a_layer_by_their_name(named: None) -> None:
     ],
 )
 def test_a_post_norm_that_is_not_fused(fake: Any, change: dict[str, bool], words: str) -> None:
-    """The sum is completed, normed, scaled and added by SGLang's own functions."""
+    """SGLang's own functions complete, norm, scale and add the sum."""
     seen: list[Any] = []
 
     class Post(PlainNorm):

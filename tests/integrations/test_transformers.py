@@ -1,4 +1,4 @@
-"""Every family, tiny, on two ranks: what is gone, which bits come out, which tokens."""
+"""Tests a tiny model of every family on two ranks: reductions, bits and tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytest.importorskip("transformers")
 from allnorm.integrations import transformers as fused
 from allnorm.integrations.transformers import styles
 
-# What each rank reduces in one forward pass: two sums a layer. The plan for GPT-OSS shards no
-# experts, whose sums therefore do not exist.
+# Reductions of each rank in one forward pass: two per layer. The plan for GPT-OSS shards no
+# experts, so it has no sums over experts.
 SITES = dict.fromkeys(models.FAMILIES, 2 * models.LAYERS) | {"gpt_oss": models.LAYERS}
 PROMPT = torch.arange(2, 82).view(2, 40)
 
 
 def expected_calls(family: str) -> dict[str, int]:
-    """What the fused calls of a forward pass are given beside a residual, and how many of each."""
+    """Returns the arguments of a forward pass's fused calls, without the residual, with counts."""
     sites = SITES[family]
     if family in ("gemma2", "gemma3", "glm4"):
         return {"post norm, norm": sites}
@@ -51,7 +51,7 @@ def expected_calls(family: str) -> dict[str, int]:
 
 
 def counted(model: Any, **more: Any) -> tuple[Any, int]:
-    """Returns a forward pass, and how often it called dist.all_reduce."""
+    """Runs a forward pass; returns its result and its number of calls of dist.all_reduce."""
     calls = 0
     real = dist.all_reduce
 
@@ -69,7 +69,7 @@ def counted(model: Any, **more: Any) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def recorded_calls() -> Iterator[collections.Counter[str]]:
-    """What fused calls were given."""
+    """Records the arguments of fused calls."""
     calls: collections.Counter[str] = collections.Counter()
     real: Any = allnorm.Communicator.all_reduce_add_rms_norm
 
@@ -188,7 +188,7 @@ def test_bias(pool: RankPool, family: str, tmp_path: pathlib.Path) -> None:
 
 @torch.no_grad()
 def compare_expert_parallel(rank: int, world_size: int, place: str, family: str) -> str:
-    """Runs in ranks: whole experts on each rank, whose sum is fused too."""
+    """Runs in ranks: expert parallelism, whose sums are fused too."""
     stock = models.load(place, family, ep_size=world_size)
     want, stock_calls = counted(stock)
     assert stock_calls == 2 * models.LAYERS
@@ -218,7 +218,7 @@ def test_expert_parallel(pool: RankPool, family: str, tmp_path: pathlib.Path) ->
 
 @torch.no_grad()
 def compare_parts_of_gemma4(rank: int, world_size: int, place: str, sites: int) -> None:
-    """Runs in ranks: what only some of these models have."""
+    """Runs in ranks: features that only some variants of Gemma 4 have."""
     stock = models.load(place, "gemma4")
     want, stock_calls = counted(stock)
     assert stock_calls == sites
@@ -255,7 +255,7 @@ def test_parts_of_gemma4(pool: RankPool, part: str, tmp_path: pathlib.Path) -> N
 
 @torch.no_grad()
 def load_again(rank: int, world_size: int, place: str) -> None:
-    """Runs in ranks: some garbage collectors have not seen yet that a model was dropped."""
+    """Runs in ranks: garbage collection of a dropped model happens only on some ranks."""
     fused.enable()
     gc.disable()
     try:
@@ -313,7 +313,7 @@ def test_another_model_after_the_end_of_a_communicator(
 
 @torch.no_grad()
 def load_what_is_unknown(rank: int, world_size: int, place: str) -> str:
-    """Runs in ranks: a model of another family runs as ever, and says that nothing is fused."""
+    """Runs in ranks: a model of an unknown family runs unfused, with a warning."""
     want = models.load(place, "smollm3")(PROMPT).logits
     fused.enable()
     try:

@@ -1,4 +1,4 @@
-"""Compiled models, static caches, continuous batching: the same tokens, and never a stale graph."""
+"""Tests compiled models, static caches and continuous batching: same tokens, no stale graphs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PROMPT = torch.arange(2, 14).view(2, 6)
 
 
 class Graphs:
-    """A backend of torch.compile that runs a graph as it is, and counts the collectives in it.
+    """A torch.compile backend that runs graphs unchanged and counts their collectives.
 
     Attributes:
         compiled: the counts of each graph that was compiled.
-        ran: those of the graph that ran last.
+        ran: the counts of the graph that ran last.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def static_cache(model: Any) -> Any:
 
 @torch.no_grad()
 def toggle(rank: int, world_size: int, place: str, family: str, sites: int) -> None:
-    """Runs in ranks."""
+    """Runs in ranks: disables and enables fusion of a compiled model."""
     try:
         fused.enable()
         model = models.load(place, family)

@@ -1,7 +1,7 @@
-"""Hooks, grad modes, replaced modules: on each rank a fused model computes what the stock one does.
+"""Tests hooks, grad modes and replaced modules: fused models compute as stock ones on each rank.
 
-The same hooks are put on both models, on all ranks or on one. Communication must not depend on
-them, and no norm may be handed out that is not that of the tensor as it is.
+Both models get the same hooks, on all ranks or on one. Communication must not depend on
+them, and no stale norm may be returned.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from allnorm.integrations import transformers as fused
 
 PROMPT = torch.arange(2, 26).view(2, 12)
 
-# The layer, its parts, its norms: hooks go anywhere. "" is the base model, "*" every module.
+# Modules that get hooks. "" is the base model, "*" every module.
 PLACES = (
     *("layers.0", "layers.1", "layers.1.self_attn", "layers.0.self_attn.o_proj", "layers.1.mlp"),
     *("layers.2.mlp.down_proj", "layers.1.input_layernorm", "layers.1.post_attention_layernorm"),
     *("norm", "layers.2.self_attn.q_proj", "", "*"),
 )
-# What reads or writes: of Llama's sites those whose norm cannot be used then.
+# Places where a hook reads or writes, with the sites of Llama whose norm cannot be used then.
 AFTER = {
     "layers.0": "layers.0.mlp.down_proj",
     "layers.1": "layers.1.mlp.down_proj",
@@ -48,8 +48,8 @@ BEFORE = {
     "layers.1.post_attention_layernorm": "layers.1.self_attn.o_proj",
     "norm": "layers.2.mlp.down_proj",
 }
-# A hook sees the sum here, or the post norm: on every rank or on none, if the family has a post
-# norm or scales (docs).
+# Places where a hook receives the sum or the post norm. All ranks or none must have it if the
+# family has a post norm or scales (docs/transformers.md).
 SUMS = (
     *("layers.1.self_attn", "layers.0.self_attn.o_proj", "layers.1.mlp", "layers.2.mlp.down_proj"),
     "layers.1.post_attention_layernorm",
@@ -57,7 +57,7 @@ SUMS = (
 
 
 def first_of(value: Any) -> torch.Tensor | None:
-    """Returns the tensor of hidden states among what a module was given or returns."""
+    """Returns the hidden states among a module's arguments or results."""
     if isinstance(value, dict):
         value = value.get("last_hidden_state")
     if isinstance(value, tuple | list):
@@ -130,7 +130,7 @@ class Hook:
         place: the module; "" for the base model, "*" for every module.
         when: "before" or "after" its forward, or "backward".
         action: a key of ACTIONS.
-        ranks: those that have it.
+        ranks: the ranks that have it.
     """
 
     place: str
@@ -139,7 +139,7 @@ class Hook:
     ranks: tuple[int, ...]
 
     def put(self, base: Any, rank: int, kept: list[Any]) -> list[Any]:
-        """Registers it; returns handles."""
+        """Registers the hook; returns handles."""
         if rank not in self.ranks:
             return []
         act = ACTIONS[self.action]
@@ -201,7 +201,7 @@ MODES = ("no_grad", "no_grad", "inference", "inference", "grad", "train", "reent
 
 
 def outcome(model: Any, hooks: list[Hook], rank: int, mode: str) -> dict[str, Any]:
-    """Runs the model once under its hooks; returns tensors that must be those of the stock."""
+    """Runs the model once with its hooks; returns tensors that must equal the stock model's."""
     kept: list[Any] = []
     with hooked(model.base_model, hooks, rank, kept):
         if mode in ("no_grad", "train"):
@@ -245,7 +245,7 @@ def counts(model: Any) -> dict[str, tuple[int, int]]:
 def check_counts(
     rank: int, before: dict[str, Any], after: dict[str, Any], hooks: list[Hook], mode: str
 ) -> None:
-    """Compares what `report()` says of one forward pass of a Llama with what it was."""
+    """Compares the counts of `report()` for one forward pass of a Llama with the expected ones."""
     touched = set()
     for hook in hooks:
         if rank in hook.ranks and hook.place == "*":
@@ -266,7 +266,7 @@ def check_counts(
 def random_scenarios(
     rank: int, world_size: int, place: str, family: str, kind: str, seeds: tuple[int, ...]
 ) -> None:
-    """Runs in ranks: every scenario on the stock model, and on the fused one."""
+    """Runs in ranks: every scenario on the stock model and on the fused one."""
     stock = models.load(place, family)
     fused.enable()
     try:
@@ -326,7 +326,7 @@ def test_many_random_hooks(pool: RankPool, tmp_path: pathlib.Path, kind: str) ->
 
 @torch.no_grad()
 def see_a_sum_on_one_rank(rank: int, world_size: int, place: str) -> list[str]:
-    """Runs in ranks: the sum before a post norm, which the call of the peers does not give."""
+    """Runs in ranks: a hook on one rank needs a sum that the call of the peers does not return."""
     fused.enable()
     try:
         model = models.load(place, "gemma2")
@@ -373,7 +373,7 @@ def adapt(model: Any, names: tuple[str, ...]) -> None:
 
 @torch.no_grad()
 def adapters(rank: int, world_size: int, place: str, family: str) -> str:
-    """Runs in ranks: only what is used is computed; returns the report."""
+    """Runs in ranks: LoRA adapters, added and removed; returns the report."""
     names = ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj", "layers.1.self_attn.q_proj")
     stock = models.load(place, family)
     adapt(stock, names)
@@ -415,7 +415,7 @@ def test_adapters(pool: RankPool, tmp_path: pathlib.Path, family: str) -> None:
 
 @torch.no_grad()
 def compiled_with_hooks(rank: int, world_size: int, place: str) -> None:
-    """Runs in ranks: hooks are traced, and make the norms that follow theirs be computed."""
+    """Runs in ranks: hooks in compiled models, after which norms are computed again."""
     hooks = [
         Hook("layers.0", "after", "write", (0, 1)),
         Hook("layers.1", "after", "copied", (0,)),

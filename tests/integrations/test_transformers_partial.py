@@ -1,4 +1,4 @@
-"""A sum that is still to be made is never seen as it is."""
+"""Tests that no code can read a partial sum."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_addition_fuses(how: str, bias: bool) -> None:
     torch.testing.assert_close(normed, model.module(summed))
     assert model.calls() == (1, 0)
     assert model.norm.ready is None
-    torch.testing.assert_close(model.forward(summed), normed)  # asked again, it computes
+    torch.testing.assert_close(model.forward(summed), normed)  # a second call computes the norm
 
 
 def test_another_tensor_is_normed_by_the_norm_itself() -> None:
@@ -104,7 +104,7 @@ def test_another_tensor_is_normed_by_the_norm_itself() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_post_norm_alone_fuses(bias: bool) -> None:
-    """Where something else than the residual add follows: another sum, say."""
+    """A different operation than the residual add follows, such as a second sum."""
     model = Model(post=True, norm=False, bias=bias)
     normed = model.post_forward(model.partial)
     assert model.calls() == (0, 0)
@@ -193,7 +193,7 @@ def test_every_other_use_reduces_first(use: str, bias: bool) -> None:
     assert model.norm.ready is None
     if use not in ("scaled twice", "scaled and not added"):
         torch.testing.assert_close(model.residual + model.partial, model.residual + model.total)
-        assert model.calls() == (0, 1)  # the sum is made once
+        assert model.calls() == (0, 1)  # the sum is computed once
 
 
 def test_a_weight_of_another_dtype_is_not_fused() -> None:
@@ -284,7 +284,7 @@ def test_gradients_that_are_on_by_now(is_frozen: bool) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("post", [False, True])
 def test_gradients_that_are_on_when_a_sum_is_used(post: bool, bias: bool) -> None:
-    """Attention under no_grad in a layer with gradients: those of all that follows it."""
+    """Tests attention under no_grad in a layer with gradients, which later operations need."""
     model = Model(post=post, bias=bias)
     with torch.enable_grad():
         residual, total = model.residual.requires_grad_(), model.total.detach()
@@ -303,7 +303,7 @@ def test_a_norm_that_is_never_asked_is_counted() -> None:
     model = Model()
     for _ in range(2):
         model.residual + PartialSum(model.x, model.site)
-    assert model.calls() == (1, 1)  # the second may still be asked
+    assert model.calls() == (1, 1)  # the second site's rows may still be used
 
 
 def test_training_is_stock() -> None:
@@ -314,7 +314,7 @@ def test_training_is_stock() -> None:
 
 
 def test_the_sum_alone_has_its_signs() -> None:
-    """The call that gives the sum adds a residual, which must not turn -0.0 into 0.0."""
+    """The call that returns the sum adds a residual, which must not turn -0.0 into 0.0."""
     model = Model()
     partial = PartialSum(torch.full((2, 8), -0.0), model.site)
     assert torch.signbit(partial.reduced()).all()
@@ -342,7 +342,7 @@ def test_its_own_dtype_changes_nothing() -> None:
 
 
 def divided_bias(rank: int, world_size: int) -> list[str]:
-    """Runs in ranks: a bias of which a rank has a part only is neither added nor cut off."""
+    """Runs in ranks: a bias of which a rank holds only a part is refused."""
     mesh = init_device_mesh("cpu", (world_size,))
     messages = []
     for placement, part in ((Replicate(), 8), (Shard(0), 8 // world_size), (Partial(), 8)):

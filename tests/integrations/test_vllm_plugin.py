@@ -1,4 +1,4 @@
-"""The plugin's own logic beside stand-ins for vLLM's modules; tests/engines has the real ones."""
+"""Tests the plugin's own logic with fakes of vLLM's modules; tests/engines has the real ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from allnorm.integrations.vllm.seams import Option, Seam
 
 @pytest.fixture
 def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Returns a package on the path, with modules that need not be imported."""
+    """Creates a package on the path, with modules that need not be imported."""
     name = "standin_engine"
     folder = tmp_path / name
     (folder / "inner").mkdir(parents=True)
@@ -124,14 +124,14 @@ def test_what_an_action_raises_is_not_raised_by_the_import(package: str) -> None
         ("Pass", (), True),
         ("TABLE", ("config",), False),
         ("nothing", (), False),
-        # Fields: declared, given by the constructor, or a property; not what comes later.
+        # Fields: declared, assigned in the constructor, or properties; not assigned later.
         ("Worker.device", (), True),
         ("Worker.mode", (), True),
         ("Worker.config", (), True),
         ("Worker.rank", (), True),
         ("Worker.size", (), True),
         ("Worker.late", (), False),
-        # What is called with the known parameters alone must not need others.
+        # A function that is called with the known parameters must not require others.
         ("more", ("config",), False),
         ("more", ("config", "new"), True),
         ("named", ("config",), False),
@@ -167,7 +167,7 @@ def test_a_missing_seam_is_named_and_nothing_is_touched(
 
 
 def test_what_is_read_of_vllms_objects_is_a_seam() -> None:
-    """A field that was renamed would otherwise fail in a worker, or not be heeded at all."""
+    """Otherwise a renamed field would fail in a worker, or be ignored."""
     known = {seam.name for seam in seams.REQUIRED}
     known |= {seam.name for option in seams.OPTIONAL for seam in option.needs}
     for field in (
@@ -227,14 +227,15 @@ def test_a_seam_that_cannot_be_changed_is_said_and_keeps_this_rank_from_fusing(
     assert "KeyError: 'fuse_allreduce_rms'" in caplog.text
     for name in (seams.PASS_CONFIG, seams.PASS_MANAGER, seams.WORKER):
         failures[name](AttributeError("gone"))
-        assert engine.STATE.broken == f"{name} could not be changed: AttributeError: gone"
+        assert name in engine.STATE.broken
+        assert "AttributeError: gone" in engine.STATE.broken
     assert "AttributeError: gone" in caplog.text
 
 
 def test_vllm_is_imported_without_the_switch_too(
     package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From the entry point to the import: a KeyError ended it."""
+    """A KeyError of the plugin must not end vLLM's import."""
     import importlib
 
     tables = {2: {"compilation_config": {"pass_config": {"other": True}}}}
@@ -250,7 +251,7 @@ def test_vllm_is_imported_without_the_switch_too(
 
 
 def test_a_table_without_the_switch_is_left_as_it_is() -> None:
-    """vLLM could not be imported: a KeyError in an action that nothing guarded."""
+    """A KeyError in an action must not prevent vLLM's import."""
     with_it: dict[str, Any] = {"compilation_config": {"pass_config": {switch.FIELD: True}}}
     without: dict[str, Any] = {"compilation_config": {"pass_config": {}}}
     module: Any = types.SimpleNamespace(OPTIMIZATION_LEVEL_TO_CONFIG={1: with_it, 2: without})
@@ -352,7 +353,7 @@ def test_additional_config_that_is_no_dictionary_is_left_alone(
     [
         (True, 2, False, ""),
         (True, 1, False, "tensor_parallel_size is 1"),
-        (True, 2, True, "two batches run at once"),
+        (True, 2, True, "dual batch overlap"),
         (False, 2, False, "the platform is tpu, expected CUDA"),
     ],
 )
@@ -391,7 +392,7 @@ def test_a_helper_of_eager_models_never_raises_of_itself(
     x = torch.zeros(2, 64)
     assert module.helper(x, x, object()) == ("stock", 1.0)
     assert "norms of class object are not fused: AttributeError" in caplog.text
-    # What the plugin does not know is left to vLLM.
+    # Calls with unknown arguments run vLLM's own function.
     assert module.helper(x, x, object(), 0.5) == ("stock", 0.5)
     assert module.helper(x, x, object(), scale=2.0) == ("stock", 2.0)
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one for each family; nothing is downloaded."""
+"""Makes tiny models with random weights, one per family, without downloads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def config(family: str, **more: Any) -> Any:
 def save(
     family: str, folder: pathlib.Path, dtype: torch.dtype = torch.bfloat16, **more: Any
 ) -> str:
-    """Writes a model with random weights, norms and biases included; returns where."""
+    """Saves a model with random weights, including norms and biases; returns the folder."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
@@ -99,7 +99,7 @@ def load(
     auto_class: Any = None,
     **more: Any,
 ) -> Any:
-    """Loads the model, sharded over all ranks, or `tp_size` of them and over data.
+    """Loads the model, sharded over all ranks, or over `tp_size` ranks and data-parallel.
 
     Its experts are sharded by the expert if `ep_size` says so.
     """

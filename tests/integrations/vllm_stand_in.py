@@ -1,4 +1,4 @@
-"""Modules that stand in for vLLM's in a rank: what the graph pass and the worker's start need."""
+"""Fakes of the modules of vLLM that the graph pass and the start of workers need."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Config(SimpleNamespace):
 
 
 def config(world_size: int, **changes: Any) -> Any:
-    """Of an engine whose graphs are compiled and fused."""
+    """Returns the configuration of an engine whose graphs are compiled and fused."""
     passes = SimpleNamespace(fuse_allreduce_rms=True, fi_allreduce_fusion_max_size_mb=None)
     return Config(
         additional_config={"allnorm": {"stock": False}},
@@ -58,7 +58,7 @@ def config(world_size: int, **changes: Any) -> Any:
 
 
 def put_in_place(cache: str) -> None:
-    """Makes the modules; the group is that of all ranks of this process."""
+    """Installs the modules, with the group of all ranks as the tensor-parallel group."""
     group = SimpleNamespace(
         device_group=dist.group.WORLD,
         device=torch.device("cpu"),
@@ -98,13 +98,13 @@ def _all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def remove() -> None:
-    """For what the ranks do next."""
+    """Removes the modules."""
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
 
 
 class Said(logging.Handler):
-    """What the plugin logs from now on."""
+    """Records the plugin's log messages."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def inputs(rank: int) -> list[torch.Tensor]:
 
 
 def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
-    """Returns a reduction and the norm behind it, as the pass is given them; or without any."""
+    """Returns a graph as the pass receives it: a reduction and the norm after it, or neither."""
 
     def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         reduced = torch.ops.vllm.all_reduce(x, "tp:0") if norm else x
@@ -139,6 +139,6 @@ def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
 
 
 def folder(cache: str) -> list[str]:
-    """Returns the words that are kept."""
+    """Returns the stored words."""
     place = pathlib.Path(cache, "allnorm")
     return sorted(path.read_text() for path in place.iterdir()) if place.exists() else []
