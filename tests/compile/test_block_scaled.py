@@ -151,7 +151,7 @@ def stored_in_bases(x, residual, w, given):
     return *wrapped(llama(residual, w), given), residual
 
 
-@layer("not: it changes a part of a tensor")
+@layer("not: it changes only a part of a tensor")
 def stored_in_a_part(x, residual, w, given):
     residual = reduce(x) + residual
     part = {"_output_slice_dim": 0, "_output_slice_start": 0, "_output_slice_end": x.shape[0]}
@@ -200,7 +200,7 @@ def padded_rows(x, residual, w, given):
     return stored(llama(reduce(x) + residual, w), given, padding=8)
 
 
-@layer("not: in which allnorm writes none")
+@layer("not: a layout allnorm does not write")
 def scales_in_columns(x, residual, w, given):
     output, _ = stored(llama(reduce(x) + residual, w), given, swizzled=False, transposed=True)
     return output
@@ -212,7 +212,7 @@ def scale_of_the_rows(x, residual, w, given):
     return stored(y, y.float().abs().amax(-1, keepdim=True).amax(0))
 
 
-@layer("not: its scales are bytes in rows")
+@layer("not: its scales are row-major bytes")
 def mx_in_rows_of_bytes(x, residual, w, given):
     y = llama(reduce(x) + residual, w)
     return torch.ops.vllm.mxfp8_quantize.default(y, False)

@@ -186,11 +186,11 @@ def _writes(x: Any, weight: Any, eps: float) -> Any:
     ("name", "arguments", "words"),
     [
         ("another_group", {"all_reduce_groups": ["tp"]}, "group 'ep', the communicator over tp"),
-        ("third_result", {}, "is needed too, by"),
-        ("plain", {"decompositions": "no"}, "it goes to"),
+        ("third_result", {}, "is also used by"),
+        ("plain", {"decompositions": "no"}, "its result is used by"),
         ("plain", {"decompositions": "raises"}, "by a kernel that nobody knows"),
         ("first_layer", {"decompositions": "writes"}, "changes its arguments"),
-        ("changes_its_argument", {}, "it goes to"),
+        ("changes_its_argument", {}, "its result is used by"),
     ],
 )
 def test_what_is_not_understood_stays(

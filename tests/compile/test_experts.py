@@ -247,7 +247,7 @@ def other_readers(rank: int, world_size: int) -> None:
 
     given = inputs(rank, 2, bf16)
     for fn, note in (
-        (needed, "mul reads the sum before it is reduced"),
+        (needed, "reads the sum before it is reduced"),
         (three_dimensions, "is not a matrix"),
     ):
         report = check_fused(symbolic_trace(fn), given, "transformers", communicator=comm())

@@ -240,7 +240,7 @@ def forward_replaced(rank: int, world_size: int) -> None:
     block, inputs = Block(), Inputs().make(rank)[:2]
     stock = block.norm.forward
     block.norm.forward = lambda x: stock(x) * 2
-    check_missed(symbolic_trace(block), inputs, "a forward of its own", communicator=comm())
+    check_missed(symbolic_trace(block), inputs, "a forward that replaces", communicator=comm())
     block = Block()
     block.norm.register_forward_hook(lambda module, args, result: result * 2)
     check_missed(symbolic_trace(block), inputs, "has hooks", communicator=comm())
@@ -319,7 +319,7 @@ def side_effects(rank: int, world_size: int) -> None:
         total = graph.call_function(operator.add, (d, r))
         graph.output((normed(graph, total, w), total))
         module = GraphModule(torch.nn.Module(), graph)
-        check_missed(module, inputs, "is needed too, by", communicator=comm())
+        check_missed(module, inputs, "is also used by", communicator=comm())
     total = Graph()
     x, r, w = map(total.placeholder, "xrw")
     total.call_method("mul_", (r, 2))
@@ -405,9 +405,7 @@ def reasons(rank: int, world_size: int) -> None:
         return llama(total, w), total
 
     given = Inputs().make(rank)
-    check_missed(
-        symbolic_trace(scaled), given, "truediv computes with it first", communicator=comm()
-    )
+    check_missed(symbolic_trace(scaled), given, "truediv comes first", communicator=comm())
 
 
 def inputs_that_alias_later(rank: int, world_size: int) -> None:

@@ -417,13 +417,13 @@ def communicators(rank: int, world_size: int) -> None:
 
     inputs = Inputs().make(rank)
     check_missed(
-        symbolic_trace(block), inputs, "on communicator allnorm:nobody:0", communicator=comm()
+        symbolic_trace(block), inputs, "uses communicator allnorm:nobody:0", communicator=comm()
     )
     with pytest.raises(RuntimeError):
         nowhere(*inputs)
     reason = "over group 'nowhere', the communicator over '0'"
     check_missed(symbolic_trace(nowhere), inputs, reason, communicator=comm())
-    check_missed(symbolic_trace(nowhere), inputs, "no process group called 'nowhere' here")
+    check_missed(symbolic_trace(nowhere), inputs, "no process group named 'nowhere'")
 
 
 @on(cpu=(1,))
@@ -467,8 +467,10 @@ def unknown(rank: int, world_size: int) -> None:
     total = graph.call_function(operator.add, (reduced, residual))
     graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
     module = GraphModule(torch.nn.Module(), graph)
-    check_missed(module, [*inputs, "0"], "group is not a constant", communicator=comm())
-    check_missed(module, [*inputs, "0"], "group is not a constant")
+    check_missed(
+        module, [*inputs, "0"], "name its process group as a constant", communicator=comm()
+    )
+    check_missed(module, [*inputs, "0"], "name its process group as a constant")
 
     graph = Graph()
     x, residual, w = (graph.placeholder(n) for n in ("x", "residual", "w"))

@@ -1,4 +1,4 @@
 """The log of the plugin for vLLM."""
 
-# Below vLLM's own logger, so that its users see what is said.
+# A child of vLLM's logger, so that its users see the messages.
 LOGGER = "vllm.allnorm"
