@@ -38,8 +38,8 @@ FAMILIES = {
     "exaone4": "Exaone4",
     "olmo2": "Olmo2",
 }
-# In 0.5.23: of models whose layers reduce by themselves, to the last; and of those whose boundaries
-# do, before a post norm.
+# Models of 0.5.23 whose layers reduce all of their sums themselves, and models whose layer
+# boundaries reduce, before a post norm.
 REDUCE_THEMSELVES = ("gemma2", "gemma3_causal", "granite", "olmo2")
 AT_BOUNDARIES = ("glm4", "exaone4")
 _CONFIGS = {"gemma3_causal": "Gemma3TextConfig"}
@@ -244,7 +244,7 @@ def by_definition(model: Any) -> None:
     """Makes the norms of a model compute by this library's definition, on one rank.
 
     SGLang's CPU norm adds squares in a different order. With this, two runs differ only if the
-    reductions, or what goes between them and the norms, do.
+    reductions differ, or the steps between them and the norms.
     """
     from allnorm.integrations.sglang import norms
 

@@ -229,10 +229,10 @@ def test_a_quantized_model_computes_the_same(ranks: RankPool, family: str, gemm:
     if family in (*engine.REDUCE_THEMSELVES, *engine.AT_BOUNDARIES):
         want = 0  # their linear layers receive only 16-bit tensors
     elif is_old():
-        # SGLang's Triton function of that version takes no quantized input, and the first norm of
-        # its Qwen3 layers returns to code that asks for a shape.
+        # SGLang's Triton function of that version takes no quantized input. In its Qwen3 layers,
+        # code reads the shape of the first norm's result, so that norm must return a tensor.
         want = 0 if gemm == "triton" else layers * (1 if family == "qwen3" else 2)
     else:
-        # Its Qwen3 says of no norm what reads it.
+        # Its Qwen3 names no reader of its norms.
         want = 0 if family == "qwen3" else 2 * layers
     assert quantized == want

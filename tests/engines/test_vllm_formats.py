@@ -1,5 +1,6 @@
-"""MXFP8 and NVFP4 beside what vLLM's own Python says of them: the bytes of scales in tiles, and how
-often its quantization, which is not ours to the bit, differs.
+"""Compares MXFP8 and NVFP4 with vLLM's own Python code: bytes of tiled scales, and quantization.
+
+vLLM's quantization is not bit-identical to allnorm's; the tests bound how often they differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def test_nvfp4(shape: tuple[int, int], dtype: torch.dtype) -> None:
     # The layout must match byte for byte.
     linear = nvfp4.convert_swizzled_to_linear(tiles.view(torch.uint8), *shape, 16)
     assert torch.equal(linear[:, : shape[1] // 16], scale.view(torch.uint8))
-    # Its quantization multiplies by a sixth first: where the scale is the same, elements are too.
+    # vLLM multiplies by 1/6 first, so a few scales differ. With the same scale, elements are equal.
     elements, scales = nvfp4.ref_nvfp4_quant(y, given, 16)
     same = scales == scale.float()
     assert float(same.double().mean()) > 0.98

@@ -12,8 +12,10 @@ import allnorm
 
 @contextlib.contextmanager
 def on_its_own_host(rank: int) -> Iterator[list[Any]]:
-    """Within it this rank shares memory with nobody; yields the islands of each communicator that
-    is closed, which come in then."""
+    """Makes this rank an island of its own; yields a list that receives islands at close().
+
+    Each communicator that is closed adds its islands.
+    """
     islands: list[Any] = []
     close = allnorm.Communicator.close
 

@@ -23,7 +23,7 @@ from allnorm.testing import shared_input
 HIDDEN = vllm_ranks.HIDDEN
 bf16 = torch.bfloat16
 
-# Model file, class of the layer, and what its config.json has beside the dimensions.
+# Model file, class of the layer, and the entries of its config.json other than dimensions.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "Gemma2DecoderLayer", {"query_pre_attn_scalar": 64}),
     "gemma3_text": ("gemma3", "Gemma3DecoderLayer", {"query_pre_attn_scalar": 64}),
@@ -141,10 +141,10 @@ def round_as_pytorch(every: bool) -> None:
 def fuse(rank: int, world_size: int, family: str, model: str) -> dict[str, Any]:
     """Compiles a layer and compares it with the functions that vLLM calls, operator by operator.
 
-    Inductor leaves out roundings between operators that it fuses, as those of an activation. It is
-    told to make them all, so that what is left are differences of the fused calls; first of all in
-    what is expected, for vLLM compiles its own activations and norms one by one (`CustomOp`). Then
-    once as vLLM compiles by default, for the sites alone.
+    Inductor omits roundings between operators that it fuses, such as those of an activation. Here
+    it must make all of them, so that only the fused calls can cause differences. This also holds
+    for the expected results, because vLLM compiles its own activations and norms separately
+    (`CustomOp`). The compilation with vLLM's defaults only shows which sites are fused.
     """
     plugin.register()
     config = vllm_ranks.make_config(model)

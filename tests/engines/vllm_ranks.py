@@ -294,8 +294,9 @@ def fuse_a_block_over_two_hosts(rank: int, world_size: int, model: str) -> dict[
 def fuse_a_quantized_block(
     rank: int, world_size: int, model: str, kind: str, eager_rounding: bool
 ) -> dict[str, Any]:
-    """Norms with vLLM's own quantization behind them: FP8 is written out, as vLLM compiles it by
-    default, NVFP4 and MXFP8 are operators.
+    """Fuses norms that vLLM's own quantization follows, and compares.
+
+    FP8 is decomposed to PyTorch operators, as in vLLM by default; NVFP4 and MXFP8 are operators.
 
     With eager_rounding, Inductor makes the roundings between operators that it otherwise omits.
     """

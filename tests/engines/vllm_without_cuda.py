@@ -1,7 +1,7 @@
 """Makes the real vLLM importable without CUDA: a fake platform, and operators that are only names.
 
-Import this before anything of vLLM. What is Python there is the real thing; nothing of its C
-extension can be called, and operators of it that are asked for are mere names.
+Import this before any module of vLLM. vLLM's Python code is real. Its C extension cannot be called:
+operators of it are only names.
 """
 
 from __future__ import annotations
