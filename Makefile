@@ -105,6 +105,7 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/file_table.py --check
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(STAMPS)/lint

@@ -53,7 +53,7 @@ typedef enum AllnormOp {
   ALLNORM_SUM_ROWS = 3,
 } AllnormOp;
 
-// How ALLNORM_ADD_RMS_NORM quantises the normed row, to float8_e4m3fn or, NVFP4, to e2m1; step 6 of
+// How ALLNORM_ADD_RMS_NORM quantizes the normed row, to float8_e4m3fn or, NVFP4, to e2m1; step 6 of
 // the numerics page.
 typedef enum AllnormQuant {
   ALLNORM_QUANT_NONE = 0,
@@ -69,7 +69,7 @@ typedef enum AllnormScaleFormat {
   ALLNORM_SCALE_UE8M0_PACKED = 2,  // the exponents, four groups to a 32-bit word, lowest byte first
 } AllnormScaleFormat;
 
-// Rounding modes: bit 0 set = the unrounded sum is normalised, bit 1 set = rounded before the
+// Rounding modes: bit 0 set = the unrounded sum is normalized, bit 1 set = rounded before the
 // weight too. See the numerics page.
 typedef enum AllnormNumerics {
   ALLNORM_ROUNDED = 0,
@@ -240,7 +240,7 @@ ALLNORM_API const char* allnorm_last_error(void);
 ALLNORM_API int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
                                            const AllnormCall* call);
 
-// Initialises this rank's own workspace and returns once that is done and visible to the device.
+// Initializes this rank's own workspace and returns once that is done and visible to the device.
 // The caller must let every rank pass a barrier between create and the first run.
 ALLNORM_API int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm);
 
@@ -262,8 +262,8 @@ ALLNORM_API int32_t allnorm_comm_destroy(AllnormComm* comm);
 ALLNORM_API int32_t allnorm_comm_peers_died(AllnormComm* comm, uint64_t peers, int32_t all);
 
 // Collective. Cuts the rows into chunks as the workspace demands. CUDA: enqueues on call->stream
-// and returns, never synchronises, may be captured in a graph; every row and the weight lie at
-// multiples of 16 bytes (quantised rows apart by 8, of float32 by 4). CPU: returns when done.
+// and returns, never synchronizes, may be captured in a graph; every row and the weight lie at
+// multiples of 16 bytes (quantized rows apart by 8, of float32 by 4). CPU: returns when done.
 // Threads that call one communicator are ordered, in an order that nobody knows: one has to see to
 // it that it is the same on every rank.
 //
@@ -274,7 +274,7 @@ ALLNORM_API int32_t allnorm_comm_peers_died(AllnormComm* comm, uint64_t peers, i
 ALLNORM_API int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call);
 
 // Not collective: sums call->num_sources sources in order (x + i * source_stride), then the op, of
-// which ALL_GATHER_ROWS is none. Any hidden_size. One source: plain add + RMSNorm (+ quantisation)
+// which ALL_GATHER_ROWS is none. Any hidden_size. One source: plain add + RMSNorm (+ quantization)
 // of an already reduced tensor. ALLNORM_RESIDUAL_SHARDED is ignored: every row is this rank's.
 ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
 

@@ -58,7 +58,7 @@ inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
 inline bool ends_with_sum(const AllnormCall& call) {
   return is_norm(call) && (call.flags & ALLNORM_NO_NORM) != 0;
 }
-// Scales of a quantised row; 0 if they are not a result.
+// Scales of a quantized row; 0 if they are not a result.
 inline int64_t scales_per_row(const AllnormCall& call) {
   if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;
   if (is_nvfp4(call)) return call.hidden_size / kNvFp4GroupElems;

@@ -82,7 +82,7 @@ int32_t check_change(const AllnormCall& call) {
   }
   if (ends_with_sum(call) && call.quant != ALLNORM_QUANT_NONE) {
     return invalid("quant", call.quant,
-                   "0 (none) with ALLNORM_NO_NORM: there is nothing to quantise");
+                   "0 (none) with ALLNORM_NO_NORM: there is nothing to quantize");
   }
   if (ends_with_sum(call) && call.post_weight == nullptr) {
     return fail(ALLNORM_INVALID_ARGUMENT,

@@ -329,7 +329,7 @@ int32_t check_alignment(const AllnormCall& call, const RowShard& held, const Row
     const void* data;
     int64_t rows;
     int64_t stride_bytes;
-    int64_t row_align;  // a quantised element is narrower than the one that it was made of
+    int64_t row_align;  // a quantized element is narrower than the one that it was made of
   } tensors[] = {
       {"x", call.x, x_rows, call.x_stride * (takes_sums(call) ? 4 : width), kPackBytes},
       {"shared", sums_experts(call) ? call.shared : nullptr, call.num_tokens,

@@ -100,7 +100,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   if (workspace_bytes < PullControl::kBytes) return 0;
   const int64_t phase_bytes = PullLayout::phase_bytes(workspace_bytes);
   if (uses_owners(call)) {
-    // In whole turns, so that the rows of an owner in a chunk are neighbours.
+    // In whole turns, so that the rows of an owner in a chunk are neighbors.
     const int64_t turn_bytes =
         call.op == ALLNORM_ALL_GATHER_ROWS
             ? row_bytes

@@ -9,7 +9,7 @@
 //           all_gather_rows: its tag and the rows it gives. Sums of islands: its tag alone, which
 //           it publishes with step 2.
 //   step 2  (two_shot) the sums of the rows it owns, then publishes 2e + 2. Likewise.
-//           (sharded) the finished rows it owns, in place of sums: normed, quantised, or both.
+//           (sharded) the finished rows it owns, in place of sums: normed, quantized, or both.
 //           (sum_rows) nothing, and it does not publish: the sums are this rank's alone.
 // Rows that nobody reads (partials of rows a rank owns itself) are not written. `published` never
 // decreases (by signed distance), so that a peer that is ahead, or runs another algorithm,
@@ -93,7 +93,7 @@ Communicator::Communicator(const AllnormCommConfig& config)
     uint64_t* const tag = tags(config.rank) + (PullControl::tag(op) - PullControl::tag(0)) / 8;
     tag[0] = tag[1] = kNoTag;
   }
-  // release: orders the initialisation; pairs with whatever the caller's barrier is.
+  // release: orders the initialization; pairs with whatever the caller's barrier is.
   store_release(published(config.rank), publication(0));
 }
 

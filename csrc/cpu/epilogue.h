@@ -118,7 +118,7 @@ ALLNORM_INLINE float butterfly(float* sums, int64_t count) {
   return sums[0];
 }
 
-// Numerics steps 1 to 3; what is to be normalised goes to z[i]. The branches are the same for all
+// Numerics steps 1 to 3; what is to be normalized goes to z[i]. The branches are the same for all
 // elements of a call, so they are predicted; as template parameters they would triple the code.
 template <class T, int kSources, class Access>
 ALLNORM_INLINE void add(const RowPointers<T>& row, int num_sources, bool unrounded, int64_t i,

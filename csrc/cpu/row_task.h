@@ -1,4 +1,4 @@
-// What the CPU does to rows: sum the sources in rank order, add the residual, normalise, quantise.
+// What the CPU does to rows: sum the sources in rank order, add the residual, normalize, quantize.
 #ifndef ALLNORM_CPU_ROW_TASK_H_
 #define ALLNORM_CPU_ROW_TASK_H_
 
@@ -141,7 +141,7 @@ struct RowOp {
 // `out` of ALLNORM_SUM_ROWS is float32. With experts they are the only source, and not `out`.
 // residual.data may be null; residual_out is not touched by ALLNORM_ALL_REDUCE. `out` may be one of
 // the sources and `residual_out` may be `residual`, in both cases row for row. out.data may be null
-// if the row is quantised; quantized and scales are not touched unless it is.
+// if the row is quantized; quantized and scales are not touched unless it is.
 struct RowTask {
   const ConstRows* sources;
   int num_sources;

@@ -31,7 +31,7 @@ Communicator::OwnedRows Communicator::owned_rows(const Chunk& chunk, int owner) 
                      .residual_row = chunk.begin + slots.begin,
                      .count = slots.end - slots.begin};
   if (chunk.turns) {
-    // A chunk begins with a row of rank 0, so that each owner's rows in it are neighbours.
+    // A chunk begins with a row of rank 0, so that each owner's rows in it are neighbors.
     const DealtRow first =
         dealt_row(chunk.begin + owner, chunk.call.num_tokens, config_.world_size);
     owned.row = first.row;

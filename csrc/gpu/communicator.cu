@@ -72,7 +72,7 @@ int32_t GpuCommunicator::initialize() {
         cudaMemset(own + PushControl::kBytes, 0xff, config_.workspace_bytes - PushControl::kBytes);
   }
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
-  return cuda_status(error, "initialising the workspace");
+  return cuda_status(error, "initializing the workspace");
 }
 
 int32_t GpuCommunicator::run(const AllnormCall& call) {

@@ -20,7 +20,7 @@ class GpuCommunicator {
   GpuCommunicator(const GpuCommunicator&) = delete;
   GpuCommunicator& operator=(const GpuCommunicator&) = delete;
 
-  // Empties the own workspace and makes the fault record. Synchronises the device.
+  // Empties the own workspace and makes the fault record. Synchronizes the device.
   int32_t initialize();
 
   // Enqueues the call, chunk by chunk.

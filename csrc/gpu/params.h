@@ -53,7 +53,7 @@ struct Rows {
   }
 };
 
-// Quantisation of the normed row. The scale of group g of row t is at scale + t * scale_row_bytes +
+// Quantization of the normed row. The scale of group g of row t is at scale + t * scale_row_bytes +
 // g * scale_group_bytes; packed: byte g % 4 of the word at t * scale_row_bytes + g / 4 * ...
 struct QuantParams {
   char* quantized;
@@ -186,7 +186,7 @@ struct OwnedRowsParams {
   FusedParams fused;
   int64_t first_index;
   int64_t total_rows;
-  bool sends_normed;  // finished rows cross the link as y, not quantised
+  bool sends_normed;  // finished rows cross the link as y, not quantized
   IslandParams islands;
 };
 

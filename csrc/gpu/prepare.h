@@ -31,7 +31,7 @@ inline Rows rows_from(const void* data, int64_t stride_bytes, int64_t first_row)
   return {begin == nullptr ? nullptr : begin + first_row * stride_bytes, stride_bytes};
 }
 
-// `first_row` and `num_rows`: of the quantised result; the rest of the epilogue starts elsewhere
+// `first_row` and `num_rows`: of the quantized result; the rest of the epilogue starts elsewhere
 // where the residual is sharded. `last`: rows of padding come after these.
 inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int64_t num_rows,
                                 bool last) {

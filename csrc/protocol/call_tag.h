@@ -33,7 +33,7 @@ struct CallTag {
 };
 
 // What of a call is in the `shape` of its CallTag; abi/tag.h fills it. `op`: 0 all_reduce, 1
-// all_gather_rows, else 2 + how the normed row is quantised: 0 not at all, 1 to 6 by groups of 8 <<
+// all_gather_rows, else 2 + how the normed row is quantized: 0 not at all, 1 to 6 by groups of 8 <<
 // that many, 7 by row, 8 by a given scale; 9: there is no such row; 10: NVFP4; or
 // kAnnouncementOp. `algorithm`: 2 if the residual is sharded, 3 if the sum goes on, or comes,
 // through other islands.
@@ -43,7 +43,7 @@ struct CallShape {
   int algorithm;        // 2
   int numerics;         // 2
   bool has_residual;    // 1
-  bool wants_normed;    // 1: a 16- or 32-bit output beside the quantised one
+  bool wants_normed;    // 1: a 16- or 32-bit output beside the quantized one
   int op;               // 4
 };
 

@@ -204,7 +204,7 @@ ALLNORM_HD int butterfly_width(int count) {
 
 // a / b, b > 0, from the correctly rounded reciprocal of b: a * r, corrected once by its exact
 // remainder (after Markstein, IBM Journal of Research and Development 34(1), 1990). Where nothing
-// overflows and the remainder is not denormal, that is the quotient or a neighbour of it, and on
+// overflows and the remainder is not denormal, that is the quotient or a neighbor of it, and on
 // the same side of every tie of e4m3: tried for all significands of b (tests/quantize_test.cpp).
 // Where b is an integer up to 2^20 it is the quotient: the correction is off by less than 2^-22
 // units of the last place, and no such quotient is as near to a tie (tests/numerics_test.cpp).
@@ -287,11 +287,11 @@ ALLNORM_HD Pack scale_pack(const Pack& sum, float factor) {
   return pack<T>(values);
 }
 
-// ---- Numerics step 6: quantisation of y, which has been rounded to the dtype of x --------------
+// ---- Numerics step 6: quantization of y, which has been rounded to the dtype of x --------------
 
 constexpr float kMaxE4m3 = 448.0f;
 constexpr float kMinAmax = 1e-10f;
-// What every NaN becomes. 0xff, the other NaN, never occurs in a quantised row.
+// What every NaN becomes. 0xff, the other NaN, never occurs in a quantized row.
 constexpr uint8_t kNanE4m3 = 0x7f;
 
 // |y| as an integer that grows with it; NaN is above infinity, so that a maximum propagates NaN.

@@ -1,4 +1,4 @@
-// Repeated calls, made without Python: recognised by their arguments, their results allocated,
+// Repeated calls, made without Python: recognized by their arguments, their results allocated,
 // their addresses filled in, launched. Every other call goes to the Python function that this
 // stands in front of, which checks it and says what is wrong with it
 // (src/allnorm/core/dispatch.py).
@@ -36,7 +36,7 @@ constexpr std::size_t kMaxStreams = 16;
 struct FastCall {
   void* function;      // allnorm_run; without a communicator allnorm_local
   AllnormComm* comm;   // or NULL
-  Ref missed;          // callable(**arguments): makes calls that are not recognised
+  Ref missed;          // callable(**arguments): makes calls that are not recognized
   Ref failed;          // callable(status, **arguments): raises what a launch ended with
   Ref acquire;         // callable(blocking), of the communicator's lock; None without one
   Ref let_go;          // callable(), of the same
@@ -52,7 +52,7 @@ struct FastCall {
 constexpr const char* kFastCall = "allnorm.FastCall";
 constexpr const char* kPrepared = "allnorm.Prepared";
 
-// While anybody watches nothing is recognised, so that Python sees every call.
+// While anybody watches nothing is recognized, so that Python sees every call.
 int watchers = 0;
 
 // The variables of torch.autograd.forward_ad, a dict that is never freed. Tangents do not show in
@@ -186,7 +186,7 @@ std::shared_ptr<Prepared> find(FastCall& fast, const Arguments& arguments,
   }
   for (std::size_t i = 0; i < fast.prepared.size(); ++i) {
     std::shared_ptr<Prepared> candidate = fast.prepared[i];
-    if (!recognises(*candidate, arguments)) continue;
+    if (!recognizes(*candidate, arguments)) continue;
     // The check may have let another thread change the list.
     if (i != 0 && i < fast.prepared.size()) std::swap(fast.prepared[0], fast.prepared[i]);
     return candidate;
@@ -235,7 +235,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t num_positional
   return code ? call_python(fast->failed, code.get(), passed) : nullptr;
 }
 
-// keep(prepared): recognises this call from now on, instead of the one that was made longest ago.
+// keep(prepared): recognizes this call from now on, instead of the one that was made longest ago.
 PyObject* keep(PyObject* self, PyObject* capsule) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
@@ -252,7 +252,7 @@ PyObject* keep(PyObject* self, PyObject* capsule) {
   return none();
 }
 
-// forget(): recognises nothing that was kept until now.
+// forget(): recognizes nothing that was kept until now.
 PyObject* forget(PyObject* self, PyObject*) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;

@@ -104,7 +104,7 @@ bool find_memory(const Arguments& arguments, std::uintptr_t* addresses) {
   return true;
 }
 
-bool recognises(const Prepared& prepared, const Arguments& arguments) {
+bool recognizes(const Prepared& prepared, const Arguments& arguments) {
   PyObject* checked[kNumTensors + 1] = {};
   int count = 0;
   for (int i = 0; i < kNumTensors; ++i) {

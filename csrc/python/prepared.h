@@ -1,4 +1,4 @@
-// A prepared call: what a repetition of it is recognised by, and where its addresses go.
+// A prepared call: what a repetition of it is recognized by, and where its addresses go.
 #ifndef ALLNORM_PYTHON_PREPARED_H_
 #define ALLNORM_PYTHON_PREPARED_H_
 
@@ -29,7 +29,7 @@ struct Result {
   Ref arguments;  // tuple, of that callable
 };
 
-// One call, prepared: all of it but addresses and stream, and what it is recognised by.
+// One call, prepared: all of it but addresses and stream, and what it is recognized by.
 struct Prepared {
   AllnormCall call;
   Ref check;  // callable of all tensors given, each once: are they like those it was prepared for?
@@ -45,7 +45,7 @@ struct Prepared {
 };
 
 // Takes the classes torch.Tensor and torch.nn.Parameter. Once per process, before calls are
-// recognised.
+// recognized.
 void use_tensor(PyObject* tensor, PyObject* parameter);
 
 // Finds the addresses of the tensors among the arguments of a call. False if one is of another
@@ -56,7 +56,7 @@ bool find_memory(const Arguments& arguments, std::uintptr_t* addresses);
 
 // Whether `prepared` serves a call with these arguments, of which find_memory() has found the
 // tensors' memory. Errors count as no: Python repeats them.
-bool recognises(const Prepared& prepared, const Arguments& arguments);
+bool recognizes(const Prepared& prepared, const Arguments& arguments);
 
 // The address of a tensor's elements; 0 with an error set if it has none.
 std::uintptr_t address_of(PyObject* tensor);

@@ -57,7 +57,7 @@ inline bool all_nan(const Matrix& matrix) {
   return true;
 }
 
-// A random way to quantise rows; hidden_size becomes what that needs, at most about `most`.
+// A random way to quantize rows; hidden_size becomes what that needs, at most about `most`.
 inline void random_quant(AllnormCall& call, Random& random, int64_t most) {
   call.quant = static_cast<int32_t>(1 + random.below(7));
   if (call.quant > ALLNORM_QUANT_NVFP4) call.quant = ALLNORM_QUANT_PER_GROUP;
@@ -85,7 +85,7 @@ inline void random_quant(AllnormCall& call, Random& random, int64_t most) {
   call.scale_format = static_cast<int32_t>(random.below(3));
 }
 
-// Memory of the quantised result of a call, and beside it what it should hold; at first both are
+// Memory of the quantized result of a call, and beside it what it should hold; at first both are
 // full of 0x5a.
 struct QuantMemory {
   enum Layout { kRowMajor, kColumnMajor, kColumnMajorTma, kNumLayouts };

@@ -14,7 +14,7 @@
 
 namespace allnorm::testing {
 
-// The quantised result of one rank.
+// The quantized result of one rank.
 struct Quantized {
   std::vector<uint8_t> bytes;
   std::vector<uint32_t> scales;
@@ -86,7 +86,7 @@ inline void random_change(AllnormCall& call, Random& random) {
   }
 }
 
-// A random op, its rounding, its quantisation and where its results go.
+// A random op, its rounding, its quantization and where its results go.
 inline AllnormCall make_call(Random& random) {
   AllnormCall call = {};
   call.struct_bytes = sizeof(call);
@@ -144,7 +144,7 @@ inline uint8_t scale_byte(const AllnormCall& call, const Quantized& result, int6
   return bytes[tile * 512 + m % 32 * 16 + m % 128 / 32 * 4 + group % 4];
 }
 
-// Room for the quantised result, full of other bits, in a random layout.
+// Room for the quantized result, full of other bits, in a random layout.
 inline void make_quantized(Operation& op, int world_size, Random& random) {
   AllnormCall& call = op.call;
   const int64_t rows = call.num_tokens, aligned_rows = (rows + 3) / 4 * 4;
@@ -184,7 +184,7 @@ inline void make_quantized(Operation& op, int world_size, Random& random) {
   }
 }
 
-// All ranks' data of a call; with quantisation, `normed` says whether y is wanted too.
+// All ranks' data of a call; with quantization, `normed` says whether y is wanted too.
 inline Operation make_operation(int world_size, Random& random, const AllnormCall& of,
                                 bool normed) {
   Operation op;
@@ -354,7 +354,7 @@ inline int64_t count_wrong_bytes(const AllnormCall& call, const Quantized& got, 
   return wrong;
 }
 
-// Elements of a quantised row, and its scales, that are not what quantising `y` gives. With NaN
+// Elements of a quantized row, and its scales, that are not what quantizing `y` gives. With NaN
 // allowed, of scales in float32, what has a scale of NaN is none.
 inline int64_t count_wrong_quantized(const Operation& op, const Quantized& got, int64_t row,
                                      const std::vector<uint32_t>& y,

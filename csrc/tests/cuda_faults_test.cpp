@@ -17,7 +17,7 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-enum class Fault { kNeverComes, kSendsNothing, kOtherRows, kOtherRounding, kOtherQuantisation };
+enum class Fault { kNeverComes, kSendsNothing, kOtherRows, kOtherRounding, kOtherQuantization };
 
 // A rank that never comes, or comes with another call, is named by all others. With another
 // rounding mode or group size the same bytes may cross the link: only the roll call can tell. Of
@@ -52,7 +52,7 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t 
   AllnormCall theirs = call;
   if (kind == Fault::kOtherRows) theirs.num_tokens += 1;
   if (kind == Fault::kOtherRounding) theirs.numerics = ALLNORM_VLLM;
-  if (kind == Fault::kOtherQuantisation) theirs.group_size = 64;
+  if (kind == Fault::kOtherQuantization) theirs.group_size = 64;
   Operation op = make_operation(kWorldSize, random, call, normed);
   Operation other = make_operation(kWorldSize, random, theirs, normed);
   if (op.residual == nullptr) other.residual.reset();
@@ -118,7 +118,7 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t 
             static_cast<long long>(row));
       const int64_t first = row * op.call.quantized_stride;
       check((result.bytes[static_cast<size_t>(first)] & 0x7f) == 0x7f,
-            "rank %d, row %lld: a quantised element is no NaN after a timeout", rank,
+            "rank %d, row %lld: a quantized element is no NaN after a timeout", rank,
             static_cast<long long>(row));
     }
   }
@@ -126,7 +126,7 @@ void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t 
 
 // ---- a rank that is late, and what those that have failed meanwhile may do to it
 
-enum class Kind { kOneShot, kTwoShot, kOwnedRows, kShardedQuantised, kShardedNvFp4, kGather };
+enum class Kind { kOneShot, kTwoShot, kOwnedRows, kShardedQuantized, kShardedNvFp4, kGather };
 constexpr int kKinds = 6;
 
 // Of two ranks, words of any kind's second hop lie where every other kind has slots of its own.
@@ -140,7 +140,7 @@ AllnormCall late_call(Kind kind, int dtype, int world_size) {
   call.num_tokens = world_size;
   call.algorithm = kind == Kind::kOneShot ? ALLNORM_ONE_SHOT : ALLNORM_TWO_SHOT;
   if (kind == Kind::kGather) call.op = ALLNORM_ALL_GATHER_ROWS;
-  if (kind == Kind::kShardedQuantised) {
+  if (kind == Kind::kShardedQuantized) {
     call.op = ALLNORM_ADD_RMS_NORM;
     call.flags = ALLNORM_RESIDUAL_SHARDED;
     call.quant = ALLNORM_QUANT_PER_GROUP;
@@ -261,7 +261,7 @@ void test_late_peers() {
     // A NaN of 16 bits harms who reads e4m3 only if the scale has come, and the element is not
     // read.
     const bool sums = then == Kind::kTwoShot || then == Kind::kOwnedRows;
-    for (int i = 0; of == Kind::kShardedQuantised && sums && i < 6; ++i) {
+    for (int i = 0; of == Kind::kShardedQuantized && sums && i < 6; ++i) {
       test_late_peer<kWorldSize>(of, then, ALLNORM_BFLOAT16, ALLNORM_BFLOAT16, ++seed);
     }
   }
@@ -284,7 +284,7 @@ int main() {
   for (uint64_t seed = 0; seed < 12; ++seed) {
     test_fault(Fault::kSendsNothing, false, false, true, seed);
   }
-  for (const Fault kind : {Fault::kNeverComes, Fault::kOtherQuantisation}) {
+  for (const Fault kind : {Fault::kNeverComes, Fault::kOtherQuantization}) {
     for (const bool sharded : {false, true}) {
       test_fault(kind, true, sharded, false);
       test_fault(kind, true, sharded, true);

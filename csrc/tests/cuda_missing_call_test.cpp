@@ -133,11 +133,11 @@ int main() {
   constexpr int32_t kNorm = ALLNORM_ADD_RMS_NORM;
   for (const Kind& kind : {
            Kind{"one_shot", kNorm, ALLNORM_ONE_SHOT, 4, false, false},
-           Kind{"one_shot, quantised", kNorm, ALLNORM_ONE_SHOT, 4, false, true},
+           Kind{"one_shot, quantized", kNorm, ALLNORM_ONE_SHOT, 4, false, true},
            Kind{"two_shot", kNorm, ALLNORM_TWO_SHOT, 4, false, false},
            Kind{"two_shot of many rows", kNorm, ALLNORM_TWO_SHOT, 200, false, false},
            Kind{"sharded", kNorm, ALLNORM_TWO_SHOT, 7, true, false},
-           Kind{"sharded, quantised", kNorm, ALLNORM_TWO_SHOT, 7, true, true},
+           Kind{"sharded, quantized", kNorm, ALLNORM_TWO_SHOT, 7, true, true},
            Kind{"all_gather_rows", ALLNORM_ALL_GATHER_ROWS, ALLNORM_TWO_SHOT, 7, false, false},
        }) {
     for (uint64_t seed = 0; seed < 3; ++seed) {

@@ -85,7 +85,7 @@ AllnormCall small_call(Random& random) {
   return call;
 }
 
-// Rows that cross the link quantised, with scales that many threads stage.
+// Rows that cross the link quantized, with scales that many threads stage.
 AllnormCall quantized_call(Random& random) {
   AllnormCall call = small_call(random);
   call.algorithm = ALLNORM_TWO_SHOT;

@@ -1,4 +1,4 @@
-// Quantised and sharded calls that go wrong: what becomes NaN, what the words say, what is refused.
+// Quantized and sharded calls that go wrong: what becomes NaN, what the words say, what is refused.
 #include "cpu/call.h"
 #include "protocol/layout.h"
 #include "tests/calls.h"
@@ -115,7 +115,7 @@ void test_divergence() {
     std::function<void(AllnormCall&)> apply;
   };
   const std::vector<Difference> differences = {
-      {"no quantisation", [](AllnormCall& call) { call.quant = ALLNORM_QUANT_NONE; }},
+      {"no quantization", [](AllnormCall& call) { call.quant = ALLNORM_QUANT_NONE; }},
       {"float8 by row",
        [](AllnormCall& call) {
          call.quant = ALLNORM_QUANT_PER_TOKEN;
@@ -142,7 +142,7 @@ void test_divergence() {
       const int32_t status = allnorm_run(comm, &buffers.call);
       check(status == ALLNORM_DIVERGED, "%s: rank %d got %d: %s", difference.name, rank, status,
             allnorm_last_error());
-      const bool named = strcmp(difference.name, "no quantisation") == 0
+      const bool named = strcmp(difference.name, "no quantization") == 0
                              ? strstr(allnorm_last_error(), "add_rms_norm, rounded") != nullptr
                              : strstr(allnorm_last_error(), difference.name) != nullptr;
       check(named, "%s is not in: %s", difference.name, allnorm_last_error());

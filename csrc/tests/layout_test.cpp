@@ -278,7 +278,7 @@ void test_row_shard() {
 }
 
 // Each row has one place in the order of dealt_row(), and an owner's rows of a chunk that begins
-// with rank 0 are neighbours, as many as row_shard() of the chunk says.
+// with rank 0 are neighbors, as many as row_shard() of the chunk says.
 void test_dealt_row() {
   for (const int world_size : {1, 2, 3, 8, 64}) {
     for (const int64_t rows : {0, 1, 7, 64, 65, 200}) {

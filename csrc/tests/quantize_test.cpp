@@ -1,4 +1,4 @@
-// Numerics step 6: the conversions of protocol/numerics.h, and quantised rows of every instruction
+// Numerics step 6: the conversions of protocol/numerics.h, and quantized rows of every instruction
 // set, against the numerics page.
 #include "cpu/call.h"
 #include "cpu/row_task.h"

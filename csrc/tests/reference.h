@@ -40,7 +40,7 @@ inline uint32_t round_bits(int dtype, float value) {
   const uint32_t sign = to_bits(value) >> 31 << 15;
   const double magnitude = std::fabs(static_cast<double>(value));
   if (std::isinf(magnitude)) return sign | (dtype == ALLNORM_BFLOAT16 ? 0x7f80u : 0x7c00u);
-  // Positive numbers of a 16-bit format are ordered like their bits: find the neighbours.
+  // Positive numbers of a 16-bit format are ordered like their bits: find the neighbors.
   const uint32_t infinity = dtype == ALLNORM_BFLOAT16 ? 0x7f80 : 0x7c00;
   uint32_t low = 0, high = infinity;
   while (high - low > 1) {

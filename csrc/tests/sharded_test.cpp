@@ -1,4 +1,4 @@
-// Quantised results and rows with owners, exchanged among ranks.
+// Quantized results and rows with owners, exchanged among ranks.
 #include "protocol/layout.h"
 #include "tests/calls.h"
 #include "tests/experts.h"

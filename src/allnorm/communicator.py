@@ -232,7 +232,7 @@ class Communicator:
             PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronization, no allocation
         but the result ("unfused" also gathers the inputs). Traced (torch.compile, torch.export,
         make_fx), the result is copied to `out`.
         """
@@ -298,7 +298,7 @@ class Communicator:
             PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronization, no allocation
         but the results ("unfused" also gathers the inputs). For inference: results carry no
         gradient. Traced (torch.compile, torch.export, make_fx), results are copied to `out` and
         `residual_out`.
@@ -340,9 +340,9 @@ class Communicator:
         residual_out: torch.Tensor | None = None,
         normed_out: torch.Tensor | None = None,
     ) -> QuantizedNorm:
-        """All-reduce, residual add, RMSNorm and quantisation to FP8 in one launch.
+        """All-reduce, residual add, RMSNorm and quantization to FP8 in one launch.
 
-        The bytes are those of quantising the result of `all_reduce_add_rms_norm` afterwards.
+        The bytes are those of quantizing the result of `all_reduce_add_rms_norm` afterwards.
         PyTorch equivalent for one scale a row, up to the order of sums::
 
             normed, residual_out = comm.all_reduce_add_rms_norm(x, residual, weight, eps)
@@ -358,7 +358,7 @@ class Communicator:
             eps: added to the mean square, as float32.
             quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`; the same on
                 every rank.
-            return_normed: whether the rows before quantisation are wanted too.
+            return_normed: whether the rows before quantization are wanted too.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
             algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
@@ -386,7 +386,7 @@ class Communicator:
             PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronization, no allocation
         but the results ("unfused" also gathers the inputs). For inference: results carry no
         gradient. Traced (torch.compile, torch.export, make_fx), results are copied to preallocated
         ones, and `scale_out` is refused.
@@ -445,7 +445,7 @@ class Communicator:
             PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronisation, no allocation
+        Collective. Safe in CUDA graphs and under torch.compile; no synchronization, no allocation
         but the result. Traced (torch.compile, torch.export, make_fx), the result is copied to
         `out`.
         """
@@ -502,9 +502,9 @@ class Communicator:
             num_tokens: rows, >= 0.
             hidden_size: columns, >= 1.
             dtype: dtype of `x`.
-            quant: how the call quantises; None: not at all.
+            quant: how the call quantizes; None: not at all.
             residual_sharded: whether each rank holds its own rows of the residual only.
-            return_normed: whether a quantised call returns `normed` too.
+            return_normed: whether a quantized call returns `normed` too.
             algorithm: what the call would ask for.
             post_norm: the norm in front of the residual add.
             scale: of the reduced sum. Neither changes the algorithm.
@@ -551,7 +551,7 @@ class Communicator:
         return self._endpoint.choose(call)
 
     def check(self) -> None:
-        """Raises what a wait recorded, else returns None. Reads host memory; never synchronises.
+        """Raises what a wait recorded, else returns None. Reads host memory; never synchronizes.
 
         Raises:
             PeerTimeoutError: a peer did not come in time, came with another call

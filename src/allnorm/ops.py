@@ -1,7 +1,7 @@
 """The torch operators: schemas, implementations, and what compilers must know of them.
 
 Functional: they return new tensors and alias nothing. What a call does not produce is a tensor of
-no elements. A communicator is passed by its name, and a spec of quantisation by its fields, since
+no elements. A communicator is passed by its name, and a spec of quantization by its fields, since
 an operator's arguments must be traceable. The name of a process group is that of its communicator
 too, which is made when it is needed: so compiled code may come from a cache.
 

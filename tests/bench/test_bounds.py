@@ -118,7 +118,7 @@ def spec_of(quant: str) -> Quant:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quant", QUANTS)
-def test_honest_quantisation_passes(dtype: str, quant: str) -> None:
+def test_honest_quantization_passes(dtype: str, quant: str) -> None:
     case = case_of(dtype)
     plain = ring(case)
     assert plain.normed is not None
@@ -129,7 +129,7 @@ def test_honest_quantisation_passes(dtype: str, quant: str) -> None:
 
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("mistake", ["a value", "a scale", "truncated", "missing", "a row"])
-def test_mistaken_quantisation_does_not(quant: str, mistake: str) -> None:
+def test_mistaken_quantization_does_not(quant: str, mistake: str) -> None:
     case, spec = case_of("float32"), spec_of(quant)
     quantized, scale = (t.clone() for t in case.quantized(quant)[0])
     if mistake == "a value":

@@ -89,7 +89,7 @@ def test_only_equal_work_is_compared(other: dict[str, Any]) -> None:
     assert bench_compare.changes([row(**other)], [row(99.0)]) == []
 
 
-def test_rows_of_older_versions_have_no_quantisation() -> None:
+def test_rows_of_older_versions_have_no_quantization() -> None:
     old = row(10.0)
     for key in ("quant", "residual_sharded", "return_normed"):
         del old[key]

@@ -86,7 +86,7 @@ def test_known_arms() -> None:
     assert not {*bench_modes.known_arms("cpu", [Mode()])} & {*bench_modes.PEERS}
 
 
-def test_a_quantised_call_is_shown_beside_the_16_bit_one() -> None:
+def test_a_quantized_call_is_shown_beside_the_16_bit_one() -> None:
     chosen = ("nccl+torch", "vllm")
     assert bench_modes.with_compared(chosen, [Mode("per_token")]) == chosen
     assert bench_modes.with_compared(["allnorm"], [Mode()]) == ("allnorm",)

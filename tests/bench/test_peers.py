@@ -107,7 +107,7 @@ def test_every_kernel_of_a_peer_is_an_arm_that_is_checked_and_timed() -> None:
         ("per_group:128", False, None),
     ],
 )
-def test_flashinfer_quantises_with_the_pattern_of_the_mode(
+def test_flashinfer_quantizes_with_the_pattern_of_the_mode(
     quant: str, return_normed: bool, pattern: int | None
 ) -> None:
     mode = Mode(quant, return_normed=return_normed)
@@ -121,7 +121,7 @@ def test_flashinfer_quantises_with_the_pattern_of_the_mode(
     assert patterns == ({1} if pattern is None else {1, pattern})
 
 
-def test_other_libraries_get_a_kernel_behind_them_that_quantises() -> None:
+def test_other_libraries_get_a_kernel_behind_them_that_quantizes() -> None:
     what = job("sglang", "vllm", modes=(Mode("per_group:128"),))
     names = [record["arm"] for record in results(run_ranks(with_fakes, 2, args=(what,)))]
     assert names == [

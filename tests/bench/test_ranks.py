@@ -84,7 +84,7 @@ def test_what_comes_before_the_residual(numerics: str) -> None:
     assert {"allnorm+norm", "sum+allnorm", "gloo+local"} <= {arm for _, arm in ran}
 
 
-def test_rows_that_do_not_consist_of_groups_run_without_quantisation_only() -> None:
+def test_rows_that_do_not_consist_of_groups_run_without_quantization_only() -> None:
     shapes = (Shape(2, 2880),)
     mode = Mode("per_group:128")
     records = run_ranks(ranks_bench.run, 2, args=(job(mode, shapes=shapes),))[0]
@@ -120,7 +120,7 @@ def test_behind_a_product_its_own_time_is_taken_off_and_inputs_come_back() -> No
             assert "beyond_empty_us" not in record
 
 
-def test_rows_that_no_group_divides_have_yardsticks_without_quantisation() -> None:
+def test_rows_that_no_group_divides_have_yardsticks_without_quantization() -> None:
     what = job(Mode("per_group:128"), shapes=(Shape(2, 2880),), products=(64,), arms=("allnorm16",))
     records = run_ranks(ranks_bench.run, 2, args=(what,))[0]
     assert [(r["arm"], r["error"]) for r in records] == [

@@ -158,7 +158,7 @@ def test_an_arm_that_cannot_run_is_neither_timed_nor_wrong() -> None:
     assert "PASS" in shown
 
 
-def test_what_quantising_costs() -> None:
+def test_what_quantizing_costs() -> None:
     modes = [*MODES, Mode("per_group:128")]
     records = [
         record(0, "allnorm", 4.0),

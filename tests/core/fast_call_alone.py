@@ -272,7 +272,7 @@ def main(path, size, *offsets):
     first = call(**arguments())
     assert [type(t) for t in first] == [Tensor, Tensor]
     inputs = (_BASE + 16, _BASE + 32, _BASE + 48)
-    nowhere = (None, None)  # quantised rows and scales
+    nowhere = (None, None)  # quantized rows and scales
     assert launches.seen == (*inputs, first[0].address, first[1].address, *nowhere), launches.seen
     assert made == [geometry, geometry]
     assert checked == [3]
@@ -336,24 +336,24 @@ def main(path, size, *offsets):
     assert not is_made(into, out=other, residual_out=x)
     assert not is_made(into)
 
-    # Quantised: a scale that is given, or memory for the scales; rows that are not wanted.
-    quantising, keep_quantising, *_ = new()
+    # Quantized: a scale that is given, or memory for the scales; rows that are not wanted.
+    quantizing, keep_quantizing, *_ = new()
     unwanted = (out_at, None, ())
     results = ((quantized_at, empty, geometry), (3, None, ()), made_new[1], unwanted)
     static = Tensor(96)
-    keep_quantising(prepare(results, more=(tensor, nothing, nothing), quant=Given(Tensor(112))))
-    got = is_made(quantising, quant=Given(static))
+    keep_quantizing(prepare(results, more=(tensor, nothing, nothing), quant=Given(Tensor(112))))
+    got = is_made(quantizing, quant=Given(static))
     assert got[1] is static
     assert got[3] is None
     assert launches.seen == (*inputs, None, got[2].address, got[0].address, _BASE + 96)
     results = ((quantized_at, None, ()), (scale_at, None, ()), made_new[1], made_new[0])
-    keep_quantising(prepare(results, more=(nothing, tensor, tensor)))
+    keep_quantizing(prepare(results, more=(nothing, tensor, tensor)))
     memory = {"quantized_out": Tensor(128), "scale_out": Tensor(160)}
-    got = is_made(quantising, **memory)
+    got = is_made(quantizing, **memory)
     assert got[:2] == (memory["quantized_out"], memory["scale_out"])
     assert launches.seen[3:] == (got[3].address, got[2].address, _BASE + 128, _BASE + 160)
     for taken in (Tensor(120), Tensor(140), residual, Tensor(162)):
-        assert not is_made(quantising, **{**memory, "scale_out": taken})
+        assert not is_made(quantizing, **{**memory, "scale_out": taken})
     # Values that have parts: some are tensors of the call, the others constants.
     extended, keep_extended, *_ = new()
     parts = tuple(map(Tensor, (200, 216, 232, 248)))
@@ -434,7 +434,7 @@ def main(path, size, *offsets):
     new_streams(library, run, prepared, arguments())
     del first, out, got, other, taken, into, keep_into, low, graded, keep_graded, static, memory
     del counted, keep_counted
-    del quantising, keep_quantising, single, keep_single
+    del quantizing, keep_quantizing, single, keep_single
     good, bad = arguments(), arguments(weight)
 
     def repeat(call):

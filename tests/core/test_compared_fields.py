@@ -93,7 +93,7 @@ TOGGLES: dict[str, list[Toggle]] = {
     ],
     "static_scale": [
         Toggle(
-            "quantisation is",
+            "quantization is",
             base={"quant": allnorm.Fp8PerToken()},
             change={"quant": allnorm.Fp8PerTensor(torch.tensor(0.5))},
         ),
@@ -131,9 +131,9 @@ TOGGLES: dict[str, list[Toggle]] = {
     "numerics": [Toggle("numerics is", change={"numerics": "vllm"})],
     "residual_sharded": [Toggle("algorithm is")],
     "quant": [
-        Toggle("quantisation is", GROUPS, {"quant": allnorm.Fp8PerGroup(64)}),
-        Toggle("quantisation is", GROUPS, {"quant": allnorm.Fp8PerToken()}),
-        Toggle("quantisation is", {"quant": MX}, {"quant": NV}),
+        Toggle("quantization is", GROUPS, {"quant": allnorm.Fp8PerGroup(64)}),
+        Toggle("quantization is", GROUPS, {"quant": allnorm.Fp8PerToken()}),
+        Toggle("quantization is", {"quant": MX}, {"quant": NV}),
         Toggle("format of the scales is", {"quant": ROWS}, GROUPS),
         Toggle(
             "format of the scales is",

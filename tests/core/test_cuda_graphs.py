@@ -107,7 +107,7 @@ class Site:
         )
 
     def replay(self, call: int) -> tuple[Case, *tuple[torch.Tensor | None, ...]]:
-        """Replays with the inputs of `call`; returns copies of the results, unsynchronised."""
+        """Replays with the inputs of `call`; returns copies of the results, unsynchronized."""
         case = self.case.but(call=call)
         self.x.copy_(case.x(self.c.rank))
         if case.residual:
@@ -187,7 +187,7 @@ def test_calls_begin_early(pool: RankPool) -> None:
 
 
 def quantized_replays(rank: int, world_size: int) -> None:
-    """Quantised and sharded calls in graphs, eager ones of other shapes between."""
+    """Quantized and sharded calls in graphs, eager ones of other shapes between."""
     c = comm()
     sites = [
         Site(c, Case((tokens, 2944), quant=spec, sharded=sharded, algorithm=algorithm), warmups=1)
@@ -212,7 +212,7 @@ def quantized_replays(rank: int, world_size: int) -> None:
 
 
 @on(gpu=range(2, 9))
-def test_replays_of_quantised_and_sharded_calls(pool: RankPool) -> None:
+def test_replays_of_quantized_and_sharded_calls(pool: RankPool) -> None:
     pool.run(quantized_replays)
 
 
@@ -378,7 +378,7 @@ def test_changing_streams(pool: RankPool) -> None:
 
 def soak(rank: int, world_size: int, seconds: float) -> int:
     """Feature 24: random shapes, algorithms, graphs and delays; compared on the device, no host
-    synchronisation between the calls of a batch."""
+    synchronization between the calls of a batch."""
     c = comm()
     agreed, own = random.Random(5), random.Random(100 + rank)
     sites = [

@@ -1,4 +1,4 @@
-"""Wrong arguments of quantising calls: a clear error, the same on every rank."""
+"""Wrong arguments of quantizing calls: a clear error, the same on every rank."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def others(rank: int) -> Iterator[tuple[str, Call]]:
             yield f"{field}: {value}", replace(call, **{field: value})
 
 
-def recognise(rank: int, world_size: int) -> None:
+def recognize(rank: int, world_size: int) -> None:
     c = comm()
     for _ in range(3):
         BASE.check(c)
@@ -291,13 +291,13 @@ def recognise(rank: int, world_size: int) -> None:
         algorithm="".join(["au", "to"]),
     )
     BASE.compare(c, *make(c, equal))
-    quantised = BASE.but(quant=allnorm.Fp8PerGroup(128))
+    quantized = BASE.but(quant=allnorm.Fp8PerGroup(128))
     for _ in range(3):
-        quantised.check(c)
-    same = as_called(quantised, rank)
+        quantized.check(c)
+    same = as_called(quantized, rank)
     for spec in (allnorm.Fp8PerGroup(64), allnorm.Fp8PerToken(), None):
         assert make(c, replace(same, quant=spec)) is None, spec
-    quantised.compare(c, *make(c, replace(same, quant=allnorm.Fp8PerGroup(128))))
+    quantized.compare(c, *make(c, replace(same, quant=allnorm.Fp8PerGroup(128))))
     call: Any = c._dispatcher.call
     assert "positional argument" in message_of(TypeError, lambda: call("all_reduce", same.x))
     assert "'source'" in message_of(TypeError, lambda: call(op="all_reduce"))
@@ -307,8 +307,8 @@ def recognise(rank: int, world_size: int) -> None:
 
 @needs_library
 @on(cpu=(2,), gpu=(2,))
-def test_recognises_nothing_else(pool: RankPool) -> None:
-    pool.run(recognise)
+def test_recognizes_nothing_else(pool: RankPool) -> None:
+    pool.run(recognize)
 
 
 def given(rank: int) -> Iterator[tuple[str, dict[str, Any]]]:

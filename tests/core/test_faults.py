@@ -104,7 +104,7 @@ def absent_peer(rank: int, world_size: int, algorithm: str, die: bool) -> dict[s
 
 
 def absent_from_quantized(rank: int, world_size: int, sharded: bool, algorithm: str) -> str | None:
-    """Quantised results say by their scale that they are none."""
+    """Quantized results say by their scale that they are none."""
     specs = (
         allnorm.Fp8PerGroup(128, "column_major_tma"),
         allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
@@ -164,7 +164,7 @@ def absent_from_quantized(rank: int, world_size: int, sharded: bool, algorithm: 
 @pytest.mark.parametrize(
     ("sharded", "algorithm"), [(False, "one_shot"), (False, "two_shot"), (True, "two_shot")]
 )
-def test_quantised_results_of_a_failed_call_are_nan(
+def test_quantized_results_of_a_failed_call_are_nan(
     pool: RankPool, sharded: bool, algorithm: str
 ) -> None:
     texts = pool.run(absent_from_quantized, sharded, algorithm, timeout=120)
@@ -175,7 +175,7 @@ def test_quantised_results_of_a_failed_call_are_nan(
 
 @on(cpu=(2,))
 @pytest.mark.parametrize("sharded", [False, True])
-def test_quantised_results_of_a_failed_unfused_call_are_nan(pool: RankPool, sharded: bool) -> None:
+def test_quantized_results_of_a_failed_unfused_call_are_nan(pool: RankPool, sharded: bool) -> None:
     first, _ = pool.run(absent_from_quantized, sharded, "unfused", timeout=120)
     assert first is not None
 
@@ -333,7 +333,7 @@ def diverging_quantized(rank: int, world_size: int, change: dict[str, object]) -
 
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("what", QUANTIZED_DIVERGENCES)
-def test_diverging_quantisation_is_named(pool: RankPool, what: str) -> None:
+def test_diverging_quantization_is_named(pool: RankPool, what: str) -> None:
     results = pool.run(diverging_quantized, QUANTIZED_DIVERGENCES[what], timeout=60)
     assert what in results[0][0], "rank 0 says what it does itself"
     assert what in results[1][1], "rank 1 says what it saw"
@@ -375,12 +375,12 @@ VALUES: dict[str, tuple[str, dict[str, object], str, str]] = {
         "float32",
     ),
     "groups": (
-        "quantisation",
+        "quantization",
         {"quant": allnorm.Fp8PerGroup(64)},
         "groups of 64",
         "groups of 128",
     ),
-    "per token": ("quantisation", {"quant": allnorm.Fp8PerToken()}, "per token", "groups of 128"),
+    "per token": ("quantization", {"quant": allnorm.Fp8PerToken()}, "per token", "groups of 128"),
     "normed": ("normed", {"return_normed": True}, "wanted", "not wanted"),
     "numerics": ("numerics", {"numerics": "vllm"}, "vllm", "rounded"),
     "residual": ("residual", {"residual": False}, "none", "given"),

@@ -129,7 +129,7 @@ def _launch(name: bytes, blocks: int, *arguments: int, dependent: bool = True) -
     assert error == 0, f"cuLaunchKernelEx: {error}"
 
 
-def neighbours(rank: int, world_size: int, name: bytes, graph: bool) -> None:
+def neighbors(rank: int, world_size: int, name: bytes, graph: bool) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("dependent launch needs compute capability 9.0")
     c = comm()
@@ -169,7 +169,7 @@ def neighbours(rank: int, world_size: int, name: bytes, graph: bool) -> None:
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", [b"leaves_at_once", b"waits"], ids=["leaves_at_once", "waits"])
 def test_calls_with_foreign_dependents_between(pool: RankPool, name: bytes, graph: bool) -> None:
-    pool.run(neighbours, name, graph)
+    pool.run(neighbors, name, graph)
 
 
 def late_writers(rank: int, world_size: int, blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""What is quantised here goes into a real FP8 matrix product, and gives the same product."""
+"""What is quantized here goes into a real FP8 matrix product, and gives the same product."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "fp8_linear
 
 
 def check_products(rank: int, world_size: int, sharded: bool) -> str:
-    """Products of the fused and of the separately quantised input; says which kernel ran."""
+    """Products of the fused and of the separately quantized input; says which kernel ran."""
     communicator = comm()
     fp8 = script("examples/fp8_linear.py")
     make = {"dtype": torch.bfloat16, "device": communicator.device}
@@ -40,22 +40,22 @@ def check_products(rank: int, world_size: int, sharded: bool) -> str:
         assert_same_bits(
             got, fp8.linear(*reference.quantize(normed, spec), weight, weight_scale), "product"
         )
-        # And it is the product of what was quantised, not of something else that is equal twice.
+        # And it is the product of what was quantized, not of something else that is equal twice.
         dense = out.quantized.double() * out.scale.double().repeat_interleave(128, 1)
         blocks = weight_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         exact = dense @ (weight.double() * blocks).t()
         size = dense.abs() @ (weight.double() * blocks).abs().t()
         # Rounded to bfloat16; before that the tensor cores keep about 14 bits of each product.
         assert bool(((got.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-12).all())
-    return "scaled_mm" if fp8.has_block_scaled_product(communicator.device) else "dequantised"
+    return "scaled_mm" if fp8.has_block_scaled_product(communicator.device) else "dequantized"
 
 
 @on(cpu=(2,), gpu=(2, 4))
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_product_of_fused_and_separate_quantisation(pool: RankPool, sharded: bool) -> None:
+def test_product_of_fused_and_separate_quantization(pool: RankPool, sharded: bool) -> None:
     kernels = pool.run(check_products, sharded)
     hopper = pool.device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    assert set(kernels) == {"scaled_mm" if hopper else "dequantised"}
+    assert set(kernels) == {"scaled_mm" if hopper else "dequantized"}
 
 
 def test_the_example_runs() -> None:

@@ -123,5 +123,5 @@ def enqueue_behind_work(rank: int, world_size: int) -> None:
 
 @pytest.mark.own_gpus  # gloo, which stands for NCCL otherwise, waits for the device
 @on(gpu=(2,))
-def test_no_synchronisation(pool: RankPool) -> None:
+def test_no_synchronization(pool: RankPool) -> None:
     pool.run(enqueue_behind_work)

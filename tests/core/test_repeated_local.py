@@ -52,7 +52,7 @@ def check(tensors: tuple[torch.Tensor | None, ...], **more: Any) -> tuple[torch.
     return got
 
 
-def check_quantised(
+def check_quantized(
     tensors: tuple[torch.Tensor | None, ...], quant: Any, return_normed: bool = False, **more: Any
 ) -> Any:
     x, residual, weight = tensors
@@ -87,19 +87,19 @@ def test_repeated(shape: tuple[int, ...], dtype: torch.dtype, where: str) -> Non
 
 @devices
 @pytest.mark.parametrize("quant", SPECS, ids=str)
-def test_repeated_quantised(quant: Any, where: str) -> None:
+def test_repeated_quantized(quant: Any, where: str) -> None:
     for call in range(4):
         for shape in ((8, 4096), (7, 2048)):
             x, residual, weight = inputs(where, call, shape)
-            check_quantised((x, residual, weight), quant)
-            check_quantised((x, None, weight), quant, return_normed=True)
+            check_quantized((x, residual, weight), quant)
+            check_quantized((x, None, weight), quant, return_normed=True)
 
 
 @devices
 def test_given_scales(where: str) -> None:
     for call in range(4):
         scale = torch.tensor([0.25 * (call + 1)], device=where)
-        got = check_quantised(inputs(where, call), allnorm.Fp8PerTensor(scale))
+        got = check_quantized(inputs(where, call), allnorm.Fp8PerTensor(scale))
         assert got.scale is scale
 
 
@@ -110,7 +110,7 @@ def test_without_python(where: str) -> None:
     for call in range(5):
         with mock.patch.object(Dispatcher, "run", autospec=True, side_effect=MAKE) as make:
             check(inputs(where, call))
-            check_quantised(inputs(where, call), SPECS[0])
+            check_quantized(inputs(where, call), SPECS[0])
         assert make.call_count == (2 if call < 2 else 0)
     with (
         mock.patch.object(Dispatcher, "run", autospec=True, side_effect=MAKE) as make,
@@ -179,7 +179,7 @@ def test_without_the_library(where: str) -> None:
     with mock.patch.object(fast_call, "_library", return_value=None):
         for call in range(4):
             check(inputs(where, call))
-            check_quantised(inputs(where, call), SPECS[0])
+            check_quantized(inputs(where, call), SPECS[0])
 
 
 def test_threads() -> None:

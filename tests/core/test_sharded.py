@@ -123,7 +123,7 @@ def plans(rank: int, world_size: int) -> list[object]:
         assert plan.algorithm == ("two_shot" if world_size > 1 else "unfused")
         assert "owners" in plan.reason or world_size == 1
         assert (plan.num_chunks == 0) == (tokens == 0)
-        # Quantisation chooses no other algorithm.
+        # Quantization chooses no other algorithm.
         whole = c.plan(tokens, hidden_size, dtype, spec)
         assert whole.algorithm == c.plan(tokens, hidden_size, dtype).algorithm
         found.append(whole)

@@ -127,7 +127,7 @@ def test_several_watches_of_one_process(process: subprocess.Popen[bytes]) -> Non
         w.stop()
 
 
-def test_a_finaliser_may_stop_a_watch_at_any_point(process: subprocess.Popen[bytes]) -> None:
+def test_a_finalizer_may_stop_a_watch_at_any_point(process: subprocess.Popen[bytes]) -> None:
     """Garbage is collected wherever memory is allocated, under the watcher's own lock too."""
     ends = Ends()
     w, other = (watch.Watch([identity(process.pid)], each) for each in (Ends(), ends))

@@ -45,7 +45,7 @@ from allnorm.cli.app import app
 from allnorm.testing import RankPool, rank_input, shared_input
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-GENERATED = {"docs/reference/commands.md"}
+GENERATED = {"docs/files.md", "docs/reference/commands.md"}
 LANGUAGES = {"python", "pycon", "bash", "console", "json", "yaml", "text"}
 NOT_RUN = {"docs/trace.md": 1, "docs/transformers.md": 1}
 """Number of blocks per page that need something missing here, such as a model."""

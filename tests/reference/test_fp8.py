@@ -92,7 +92,7 @@ def test_every_16_bit_number_is_rounded_to_nearest_even() -> None:
         assert_same_bits(quantized.view(torch.uint8)[0], torch.tensor(expected, dtype=torch.uint8))
 
 
-def test_ties_and_their_neighbours() -> None:
+def test_ties_and_their_neighbors() -> None:
     middles = torch.from_numpy((POSITIVE[1:] + POSITIVE[:-1]) / 2).float().view(torch.int32)
     edges = torch.cat([middles - 1, middles, middles + 1]).view(torch.float32)
     more = torch.tensor([448.0, 464.0, 480.0, 1e30, math.inf, 2.0**-10, 2.0**-149, 0.0, math.nan])
@@ -240,7 +240,7 @@ def test_leading_dimensions_are_rows() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", **dtype_ids)
-def test_the_call_is_the_norm_and_then_the_quantisation(dtype: torch.dtype, mode: str) -> None:
+def test_the_call_is_the_norm_and_then_the_quantization(dtype: torch.dtype, mode: str) -> None:
     xs = all_inputs(3, (5, 256), dtype)
     residual, weight = (shared_input(s, dtype, "rw") for s in ((5, 256), (256,)))
     options = {"weight_bias": 1.0, "numerics": mode}

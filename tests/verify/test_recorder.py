@@ -27,7 +27,7 @@ def test_a_wrong_element_is_located() -> None:
     ]
 
 
-def test_quantised_results_and_packed_scales_are_compared() -> None:
+def test_quantized_results_and_packed_scales_are_compared() -> None:
     recorder = Recorder("bits")
     quantized, words = X.to(torch.float8_e4m3fn), X.to(torch.int32)
     wrong, other = quantized.clone(), words.t().clone()

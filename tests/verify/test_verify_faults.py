@@ -96,7 +96,7 @@ def test_every_fault_applies_to_something() -> None:
     for name in names:
         for calls in (faults.ALGORITHMS, faults.CALLS_BETWEEN_ISLANDS):
             assert any(faults.applies(name, call) for call in calls.values()), name
-    for name in set(names) - {"groups of 64", "another scale_format", "not quantised"}:
+    for name in set(names) - {"groups of 64", "another scale_format", "not quantized"}:
         assert faults.applies(name, faults.ALGORITHMS["two_shot"]), name
 
 

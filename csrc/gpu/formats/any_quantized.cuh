@@ -1,4 +1,4 @@
-// Any quantised format, which one is known when the kernel runs and the same in the whole grid:
+// Any quantized format, which one is known when the kernel runs and the same in the whole grid:
 // e4m3 with all layouts of its scales, and NVFP4. Of kernels of the extended family, so that a
 // format more is no kernel more.
 #ifndef ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_

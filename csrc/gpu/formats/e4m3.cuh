@@ -72,7 +72,7 @@ class E4m3 {
     return quantize(y, ScaleDivisor(scale_));
   }
 
-  // Of the last row that was quantised.
+  // Of the last row that was quantized.
   __device__ __forceinline__ float scale() const { return scale_; }
   // Whether this thread's pack is the first of a group that has a scale of its own.
   __device__ __forceinline__ bool leads_group() const {
@@ -80,7 +80,7 @@ class E4m3 {
   }
   __device__ __forceinline__ int group() const { return params_.group_of(pack_); }
 
-  // Stores what was quantised last.
+  // Stores what was quantized last.
   __device__ __forceinline__ void store(int64_t row, const Packed& quantized,
                                         CachePolicy policy) const {
     if (!live_) return;

@@ -132,7 +132,7 @@ bool vote_all(bool value);
 void wait_for_preceding_grid();
 void trigger_next_grid();
 
-// Shared memory of a block: variables, then what the launch asked for. Uninitialised is NaN.
+// Shared memory of a block: variables, then what the launch asked for. Uninitialized is NaN.
 constexpr size_t kSharedBytes = 32 << 10;
 constexpr size_t kDynamicSharedOffset = 24 << 10;
 // Where a variable lies in it; before any block starts.

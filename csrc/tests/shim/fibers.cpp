@@ -27,7 +27,7 @@ namespace {
 
 constexpr size_t kPiecesPerChunk = 64;
 // Of a new stack; deeper frames find what others left.
-constexpr size_t kUninitialisedBytes = 6 << 10;
+constexpr size_t kUninitializedBytes = 6 << 10;
 // One fiber's past is not another's: the scheduler's choices order nothing.
 constexpr unsigned kNoSync = 1;
 
@@ -67,7 +67,7 @@ char* Pool::take() {
   char* const piece = free_.back();
   free_.pop_back();
   if (watched()) {
-    munmap(piece, bytes_);  // forgets all that was synchronised there, too
+    munmap(piece, bytes_);  // forgets all that was synchronized there, too
     map(piece, bytes_);
   }
   return piece;
@@ -89,7 +89,7 @@ Fiber::~Fiber() {
 void Fiber::prepare(void (*enter)()) {
   allow(stack_, stacks_.bytes());
   // What is read before it was written is a NaN.
-  memset(stack_ + stacks_.bytes() - kUninitialisedBytes, 0xff, kUninitialisedBytes);
+  memset(stack_ + stacks_.bytes() - kUninitializedBytes, 0xff, kUninitializedBytes);
   getcontext(&context_);
   context_.uc_stack.ss_sp = stack_;
   context_.uc_stack.ss_size = stacks_.bytes();

@@ -100,7 +100,7 @@ void sync_cluster() {
 // lane does next can't be overtaken by that load; RowReduction relies on it where values are sent
 // to other blocks. ThreadSanitizer cannot be told of loads alone, so it is told of an order there,
 // and only there: in clusters it does not see a value that lanes of a warp pass through memory
-// unsynchronised.
+// unsynchronized.
 static const float* values_of_lanes(float value) {
   const uint32_t lane = thread().index % 32;
   Warp& warp = block().warps[thread().index / 32];

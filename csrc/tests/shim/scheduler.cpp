@@ -228,13 +228,13 @@ void Machine::State::count_load() {
 void Machine::State::run_some_threads() {
   if (turns >= period_end) begin_period();
   // Now and then one warp goes ahead of all others for a while.
-  if (favoured_turns == 0 && random() % 256 == 0) favoured_turns = 48;
-  if (favoured_turns == 0 || favoured_turns == 48) {
+  if (favored_turns == 0 && random() % 256 == 0) favored_turns = 48;
+  if (favored_turns == 0 || favored_turns == 48) {
     choice = random();
     leader = below(16) != 0;
   }
-  const bool favoured = favoured_turns > 0;
-  if (favoured) --favoured_turns;
+  const bool favored = favored_turns > 0;
+  if (favored) --favored_turns;
 
   auto rank = static_cast<int>(choice % num_ranks);
   if (schedule == Schedule::kRankFirst && leader && !resting) rank = special.rank;
@@ -246,7 +246,7 @@ void Machine::State::run_some_threads() {
   Block& block = *grid.blocks[(choice >> 16) % grid.blocks.size()];
   if (!block.resident) return;
   const size_t warp = (choice >> 24) % block.warps.size();
-  const bool alone = favoured || random() % 2 == 0;
+  const bool alone = favored || random() % 2 == 0;
   const size_t begin = alone ? warp * 32 : 0, count = alone ? 32 : block.threads.size();
   const size_t first = random() % count;
   for (size_t i = 0; i < count; ++i) {

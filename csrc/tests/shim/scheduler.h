@@ -92,7 +92,7 @@ struct Machine::State {
   Special special;
   uint64_t choice = 0;
   bool leader = false;
-  int favoured_turns = 0;
+  int favored_turns = 0;
 
  private:
   void start(Grid& grid, const Stream& stream);

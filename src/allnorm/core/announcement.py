@@ -57,7 +57,7 @@ def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
         fields["numerics"] = names.NUMERICS[shape >> 24 & 3]
         fields["residual"] = "given" if shape >> 26 & 1 else "none"
     if 3 <= op < len(_TAG_QUANTS) or op == _TAG_NVFP4:
-        fields["quantisation"] = "nvfp4" if op == _TAG_NVFP4 else _TAG_QUANTS[op]
+        fields["quantization"] = "nvfp4" if op == _TAG_NVFP4 else _TAG_QUANTS[op]
         fields["normed"] = "wanted" if shape >> 27 & 1 else "not wanted"
     return fields
 
@@ -79,9 +79,9 @@ def describe(fields: dict[str, str]) -> str:
     if "numerics" in rest:
         given = "with" if rest.pop("residual") == "given" else "without"
         text += f", numerics {rest.pop('numerics')}, {given} residual"
-    if "quantisation" in rest:
+    if "quantization" in rest:
         wanted = "with" if rest.pop("normed") == "wanted" else "without"
-        text += f", {rest.pop('quantisation')}, {wanted} normed"
+        text += f", {rest.pop('quantization')}, {wanted} normed"
     rest.pop("post norm", None)  # its eps says it
     if rest.get("scale") == "1":
         del rest["scale"]
@@ -165,7 +165,7 @@ class Announcement:
         if self["quant"]:
             kind = names.QUANTS[self["quant"] - 1]
             groups = f"groups of {self['group_size']}"
-            fields["quantisation"] = groups if self["group_size"] else kind.replace("_", " ")
+            fields["quantization"] = groups if self["group_size"] else kind.replace("_", " ")
             fields["normed"] = "wanted" if self["out"] else "not wanted"
         return fields
 

@@ -223,7 +223,7 @@ def check_like(name: str, tensor: Any, like: Like) -> None:
 
 
 def check_quantization(call: Call) -> None:
-    """Raises unless rows like those of `call.x` can be quantised as it says."""
+    """Raises unless rows like those of `call.x` can be quantized as it says."""
     if call.writes_scale:
         check_quant(call.quant)
         assert call.quant is not None
@@ -274,7 +274,7 @@ def check_has_norm(call: Call) -> None:
     if call.weight is None and call.post_weight is None:
         raise TypeError("weight is None: expected a torch.Tensor, or a post_norm beside it.")
     if call.weight is None and call.op.endswith("_quant"):
-        raise TypeError("weight is None: expected a torch.Tensor, nothing else is quantised.")
+        raise TypeError("weight is None: expected a torch.Tensor, nothing else is quantized.")
     if call.weight is None and call.out is not None:
         raise ValueError("out without a weight: there is no second norm whose result it could be.")
 

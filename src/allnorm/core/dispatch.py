@@ -1,4 +1,4 @@
-"""The way of a call: recognise it, check it, choose an algorithm, bind its tensors, launch.
+"""The way of a call: recognize it, check it, choose an algorithm, bind its tensors, launch.
 
 Whether a call is allowed, and how it runs, depends on the geometry of its tensors and not on their
 addresses. So that is decided once, and kept as a PreparedCall under that geometry. csrc/python also

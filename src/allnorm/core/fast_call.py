@@ -2,7 +2,7 @@
 
 Most of what a call costs the host is Python's: finding what was decided about it, making results,
 reading addresses. C does that for a call that was made twice, by CPython's stable ABI. Calls that
-it does not recognise go to dispatch.py, which also works without this library.
+it does not recognize go to dispatch.py, which also works without this library.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def new(
     handle: int | None = None,
     lock: threading.Lock | None = None,
 ) -> FastCall:
-    """Makes calls on `device` by a function of the library, those that it recognises.
+    """Makes calls on `device` by a function of the library, those that it recognizes.
 
     Args:
         missed: makes those that it does not; takes the fields of a Call by keyword.
         failed: takes a status other than 0, and the fields of the Call by keyword.
         device: of the tensors.
-        function: of the library, which takes an AllnormCall last; None: nothing is recognised.
+        function: of the library, which takes an AllnormCall last; None: nothing is recognized.
         handle: what the function takes first, if anything.
         lock: held while it runs, if any.
     """

@@ -86,7 +86,7 @@ def add_rms_norm_quant(
     post_norm: PostNorm | None = None,
     scale: float = 1.0,
 ) -> QuantizedNorm:
-    """Residual add, RMSNorm and quantisation to FP8, with the bits of the fused op's steps 2 to 6.
+    """Residual add, RMSNorm and quantization to FP8, with the bits of the fused op's steps 2 to 6.
 
     PyTorch equivalent for one scale a row, up to the order of sums::
 
@@ -101,7 +101,7 @@ def add_rms_norm_quant(
         weight: [hidden_size], dtype of `x` or float32.
         eps: added to the mean square, as float32.
         quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`.
-        return_normed: whether the rows before quantisation are wanted too.
+        return_normed: whether the rows before quantization are wanted too.
         weight_bias: added to the weight in float32.
         numerics: "rounded", "unrounded", "transformers" or "vllm".
         post_norm: the norm that `x` goes through before the residual is added.

@@ -24,7 +24,7 @@ from allnorm.quant import (
     scale_geometry,
 )
 
-# Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need; quantised
+# Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need; quantized
 # rows, which are narrower, are written 8 bytes at a time.
 CUDA_ALIGN_BYTES = 16
 _CUDA_QUANTIZED_ALIGN_BYTES = 8

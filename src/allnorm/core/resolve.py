@@ -19,7 +19,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group() "
+            "torch.distributed is not initialized: call torch.distributed.init_process_group() "
             "before making a Communicator."
         )
     mesh = sys.modules.get("torch.distributed.device_mesh")  # not loaded for those who have none

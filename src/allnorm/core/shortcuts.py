@@ -47,7 +47,7 @@ def is_intercepted() -> bool:
 
     So under torch.jit.trace, in the transforms of torch.func, torch.vmap among them, and under
     make_fx(pre_dispatch=True). A function that `alike` returns answers False there: only calls that
-    csrc/python does not recognise need ask.
+    csrc/python does not recognize need ask.
     """
     return (
         torch._C._is_tracing()
@@ -78,7 +78,7 @@ def fast_empty(device: torch.device) -> New | None:
     """
     if device.type == "cpu":
         return _fast_new("cpu")
-    with torch.cuda.device(device):  # another device would be initialised by trying it out there
+    with torch.cuda.device(device):  # another device would be initialized by trying it out there
         return _fast_new("cuda")
 
 

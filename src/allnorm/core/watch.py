@@ -138,7 +138,7 @@ class Watch:
 class _Watcher:
     """The thread, and what it waits for.
 
-    A watch is taken off by the thread itself: who stops it may be a finaliser, which comes in
+    A watch is taken off by the thread itself: who stops it may be a finalizer, which comes in
     anywhere, also where this thread or another one holds the lock.
     """
 

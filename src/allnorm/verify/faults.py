@@ -55,12 +55,12 @@ ALGORITHMS = {
     "one_shot": _ONE_SHOT,
     "two_shot": _TWO_SHOT,
     "sharded": replace(_TWO_SHOT, sharded=True),
-    "quantised": replace(_TWO_SHOT, quant=allnorm.Fp8PerGroup(128)),
+    "quantized": replace(_TWO_SHOT, quant=allnorm.Fp8PerGroup(128)),
 }
 CALLS_BETWEEN_ISLANDS = {
     "hierarchical": replace(_ONE_SHOT, algorithm="hierarchical"),
     "sharded": replace(_ONE_SHOT, algorithm="hierarchical", sharded=True),
-    "quantised": replace(ALGORITHMS["quantised"], algorithm="hierarchical"),
+    "quantized": replace(ALGORITHMS["quantized"], algorithm="hierarchical"),
 }
 # What a rank changes in its call, so that it is not the one that its peers make.
 DIVERGENCES: dict[str, dict[str, Any]] = {
@@ -73,10 +73,10 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "sharded, others not": {"sharded": True},
     "another rounding mode": {"numerics": "vllm"},
     "no residual": {"residual": False},
-    "quantised per token": {"quant": allnorm.Fp8PerToken()},
+    "quantized per token": {"quant": allnorm.Fp8PerToken()},
     "groups of 64": {"quant": allnorm.Fp8PerGroup(64)},
     "another scale_format": {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")},
-    "not quantised": {"quant": None},
+    "not quantized": {"quant": None},
     "another eps": {"eps": 1e-5},
     "another weight_bias": {"weight_bias": 1.0},
     "another weight dtype": {"float32_weight": True},
@@ -89,7 +89,7 @@ _OTHER_ALGORITHM = {
     "two_shot": "one_shot",
     "hierarchical": "unfused",
 }
-_QUANTISED_ONLY = ("groups of 64", "another scale_format", "not quantised")
+_QUANTIZED_ONLY = ("groups of 64", "another scale_format", "not quantized")
 
 
 Row = dict[str, Any]
@@ -199,7 +199,7 @@ def applies(fault: str, call: Case) -> bool:
         return call.quant is None
     if fault == "another algorithm":
         return not call.sharded
-    if fault in _QUANTISED_ONLY:
+    if fault in _QUANTIZED_ONLY:
         return call.quant is not None
     return replace(call, **DIVERGENCES[fault]) != call
 

@@ -1,6 +1,6 @@
 """The soaks: would a byte of a wrong peer, an older call or a later one ever be seen?
 
-Calls of every kind come in bursts without host synchronisation, eager and from CUDA graphs, on two
+Calls of every kind come in bursts without host synchronization, eager and from CUDA graphs, on two
 communicators in turn; every rank waits at its own random times. Payloads differ by rank and call,
 and every element of every result is compared with the reference on the device.
 """
@@ -76,7 +76,7 @@ def soak(context: Context, recorder: Recorder) -> None:
                 done += section.burst(done, goal - done)
     recorder.figures = dict(figures)
     recorder.note = (
-        f"{figures['bursts']:,} bursts without host synchronisation, {figures['replays']:,} graph "
+        f"{figures['bursts']:,} bursts without host synchronization, {figures['replays']:,} graph "
         f"replays, {figures['elements']:.1e} elements compared"
     )
 

@@ -58,7 +58,7 @@ def built_and_run(
     sanitizer = "thread" if kind == "thread" else ""
     configure = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build), "--log-level=WARNING"]
     configure += ["-DALLNORM_BUILD_TESTS=ON", "-DALLNORM_CUDA=off", f"-DALLNORM_FAULT={fault}"]
-    # The less is optimised, the sooner the next fault's turn comes.
+    # The less is optimized, the sooner the next fault's turn comes.
     configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DALLNORM_SANITIZE={sanitizer}"]
     for command in (
         configure,

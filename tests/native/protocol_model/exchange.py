@@ -73,7 +73,7 @@ class Exchange:
 
 
 # Of which parts a transport consists: whether all ranks sum, send, own, receive. The second hop of
-# quantised rows is not of the bits of x; words of NVFP4 have their scale in them.
+# quantized rows is not of the bits of x; words of NVFP4 have their scale in them.
 _TRANSPORTS = {
     "one_shot": (True, ("one_shot_send",), ("one_shot_own",), ()),
     "two_shot": (False, ("two_shot_send",), ("two_shot_own",), ("two_shot_receive",)),

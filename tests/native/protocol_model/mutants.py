@@ -121,7 +121,7 @@ TRANSPORT_MUTANTS = {
         "owned_rows",
         _without(("rows_receive", "finished", "CLEAR_PACK")),
     ),
-    "no clear of quantised elements": (
+    "no clear of quantized elements": (
         "owned_quantized",
         _without(("packed_receive", "finished", "CLEAR_U64")),
     ),
@@ -146,7 +146,7 @@ LATE_MUTANTS = {
         ("one_shot", "gather", 2),
         _always_stored(("rows_own", "finished", "STORE_PACK")),
     ),
-    "quantised rows published after a failure": (
+    "quantized rows published after a failure": (
         ("two_shot", "owned_quantized", 0),
         _always_stored(("packed_own", "finished", "STORE_U64")),
     ),
