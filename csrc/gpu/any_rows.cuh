@@ -203,9 +203,22 @@ __device__ __forceinline__ float reduced_square_sum(const LocalParams& params, i
   return block_butterfly(chunk_sums, chunks);
 }
 
+// The template arguments of a kernel, as one type: see LocalRowsKernel.
 template <class T, bool kAligned, Features kFeatures, template <class> class Format>
-__global__ void __launch_bounds__(kMaxThreads, kLocalBlocks<T, kAligned, Format>)
+struct AnyRowsKernel {
+  static constexpr int kBlocks = kLocalBlocks<T, kAligned, Format>;
+  static __device__ __forceinline__ void run(const LocalParams& params);
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(kMaxThreads, Kernel::kBlocks)
     local_kernel(const __grid_constant__ LocalParams params) {
+  Kernel::run(params);
+}
+
+template <class T, bool kAligned, Features kFeatures, template <class> class Format>
+__device__ __forceinline__ void AnyRowsKernel<T, kAligned, kFeatures, Format>::run(
+    const LocalParams& params) {
   using Access = RowAccess<T, kAligned>;
   constexpr int kElems = kElemsPerPack<T>;
   const EpilogueParams& epilogue = params.epilogue;

@@ -109,7 +109,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 }
 
 template <class Kernel>
-__global__ void __launch_bounds__(kMaxThreads, Kernel::kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, ALLNORM_FAULT(registers_spilled, 4, Kernel::kBlocks))
     fused_kernel(const __grid_constant__ FusedParams params) {
   run_fused<Kernel>(params);
 }

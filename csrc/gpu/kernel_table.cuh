@@ -67,7 +67,8 @@ template <KernelKind kKind, template <class> class Source, Features kFeatures>
 struct LocalEntry : Entry<kKind, k1, kFeatures> {
   template <class T, int, template <class> class Format>
   static const void* kernel() {
-    return reinterpret_cast<const void*>(&local_rows_kernel<T, Source, kFeatures, Format>);
+    return reinterpret_cast<const void*>(
+        &local_rows_kernel<LocalRowsKernel<T, Source, kFeatures, Format>>);
   }
 };
 
@@ -75,7 +76,8 @@ template <KernelKind kKind, bool kAligned, Features kFeatures>
 struct AnyRowsEntry : Entry<kKind, k1, kFeatures> {
   template <class T, int, template <class> class Format>
   static const void* kernel() {
-    return reinterpret_cast<const void*>(&local_kernel<T, kAligned, kFeatures, Format>);
+    return reinterpret_cast<const void*>(
+        &local_kernel<AnyRowsKernel<T, kAligned, kFeatures, Format>>);
   }
 };
 

@@ -13,9 +13,22 @@
 
 namespace allnorm {
 
+// The template arguments of a kernel, as one type: nvcc's host code cannot name a Features argument
+// of a __global__ function.
 template <class T, template <class> class Source, Features kFeatures, template <class> class Format>
+struct LocalRowsKernel {
+  static __device__ __forceinline__ void run(const LocalParams& params);
+};
+
+template <class Kernel>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     local_rows_kernel(const __grid_constant__ LocalParams params) {
+  Kernel::run(params);
+}
+
+template <class T, template <class> class Source, Features kFeatures, template <class> class Format>
+__device__ __forceinline__ void LocalRowsKernel<T, Source, kFeatures, Format>::run(
+    const LocalParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;

@@ -71,7 +71,7 @@ def test_a_kernel_without_a_post_norm_is_missing() -> None:
     what = job(*PEER_ARMS, model="tiny-gemma")
     records, missing, calls = run_ranks(with_fakes, 2, args=(what,))[0]
     assert missing.keys() == {"flashinfer", "sglang"}
-    assert all("norm before the residual" in reason for reason in missing.values())
+    assert all("does not support post norms" in reason for reason in missing.values())
     assert {record["arm"] for record in records} == {"sglang+local", "vllm+local"}
     for record in records:
         assert record["logits_max_diff"] == 0, record["arm"]

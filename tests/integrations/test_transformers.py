@@ -479,5 +479,5 @@ def test_tensor_parallel_and_fsdp(pool: RankPool, tmp_path: pathlib.Path) -> Non
     lines = pool.run(shard_over_data_too, models.save("llama", tmp_path))[0]
     attention = [line for line in lines if "o_proj" in line]
     assert not attention, "its norm is unsharded with its layer"
-    why = "the weight of its norm is sharded, by FSDP for example, when the sum is made"
+    why = "the weight of its norm is sharded, by FSDP for example"
     assert sum(why in line for line in lines) >= models.LAYERS - 1

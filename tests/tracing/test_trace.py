@@ -166,10 +166,14 @@ KERNELS = {
     "void allnorm::owned_rows_kernel<allnorm::OwnedKernel<allnorm::Float32, 2, allnorm::DenseRows, "
     "(allnorm::Owned)2, false, allnorm::Features{false, false, false, false}, allnorm::Plain> >"
     "(allnorm::OwnedRowsParams)": None,
-    "void allnorm::local_kernel<allnorm::Float32, true, allnorm::Features{false, false, false, "
-    "false}, allnorm::Plain>(allnorm::LocalParams)": ("norm", "allnorm local"),
-    "void allnorm::local_rows_kernel<allnorm::Float16, allnorm::SummedRows, allnorm::Features{"
-    "false, false, false, false}, allnorm::Plain>(allnorm::LocalParams)": ("norm", "allnorm local"),
+    "void allnorm::local_kernel<allnorm::AnyRowsKernel<allnorm::Float32, true, allnorm::Features{"
+    "false, false, false, false}, allnorm::Plain> >(allnorm::LocalParams)": (
+        "norm",
+        "allnorm local",
+    ),
+    "void allnorm::local_rows_kernel<allnorm::LocalRowsKernel<allnorm::Float16, "
+    "allnorm::SummedRows, allnorm::Features{false, false, false, false}, allnorm::Plain> >"
+    "(allnorm::LocalParams)": ("norm", "allnorm local"),
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (
         "reduction",
         "NCCL",

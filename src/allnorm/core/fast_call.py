@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import pathlib
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -204,7 +203,7 @@ class _Functions(NamedTuple):
 def _library() -> _Functions | None:
     """The functions of the library; None where it was not built, or is for other interpreters."""
     path = pathlib.Path(__file__).parent.parent / "lib" / "liballnorm_python.so"
-    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if sys.implementation.name != "cpython" or "t" in sys.abiflags:
         return None
     try:
         library = ctypes.PyDLL(str(path))

@@ -137,5 +137,5 @@ FAULTS = (
 OF_MODELS = ("first_tag_word_not_tested", "second_tag_word_not_tested", "one_pull_phase")
 OF_MACHINE_CODE = (
     *("peers_polled_one_by_one", "counters_advanced_by_atomics", "cluster_meets_for_each_row"),
-    *("dependents_let_in_early", "fault_status_not_fenced"),
+    *("dependents_let_in_early", "fault_status_not_fenced", "registers_spilled"),
 )

@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant("dependent_launch", "dependents_let_in_early"),
     # The rest.
     Mutant("fault_record", "fault_status_not_fenced"),
-    Mutant("frame", flags=("-maxrregcount=32",)),
+    Mutant("frame", "registers_spilled"),
 )
 
 

@@ -22,10 +22,13 @@ OWNED = (
     "_ZN7allnorm17owned_rows_kernelINS_11OwnedKernelINS_7Float32ELi0ENS_9DenseRowsELNS_5OwnedE1E"
     f"Lb0E{BASIC}NS_4E4m3EEEEEvNS_15OwnedRowsParamsE"
 )
-LOCAL = f"_ZN7allnorm12local_kernelINS_7Float16ELb1E{BASIC}NS_5PlainEEEvNS_11LocalParamsE"
+LOCAL = (
+    "_ZN7allnorm12local_kernelINS_13AnyRowsKernelINS_7Float16ELb1E"
+    f"{BASIC}NS_5PlainEEEEEvNS_11LocalParamsE"
+)
 LOCAL_ROWS = (
-    "_ZN7allnorm17local_rows_kernelINS_7Float16ENS_10SummedRowsE"
-    f"{BASIC}NS_5PlainEEEvNS_11LocalParamsE"
+    "_ZN7allnorm17local_rows_kernelINS_15LocalRowsKernelINS_7Float16ENS_10SummedRowsE"
+    f"{BASIC}NS_5PlainEEEEEvNS_11LocalParamsE"
 )
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
 
