@@ -8,18 +8,23 @@
 namespace allnorm {
 namespace {
 
-// The node of the last launch of ours on each stream. One that is gone, and whose address is
-// another kernel's by now, costs that launch its time and nothing else.
+// The node of the last launch of ours on each stream, with the capture that it belongs to: a later
+// capture may have another node at the same address.
+struct OwnNode {
+  unsigned long long capture;
+  cudaGraphNode_t node;
+};
 std::mutex own_mutex;
-std::map<cudaStream_t, cudaGraphNode_t>& own_nodes() {
-  static std::map<cudaStream_t, cudaGraphNode_t> nodes;
+std::map<cudaStream_t, OwnNode>& own_nodes() {
+  static std::map<cudaStream_t, OwnNode> nodes;
   return nodes;
 }
 
-bool is_own(cudaStream_t stream, cudaGraphNode_t node) {
+bool is_own(cudaStream_t stream, const Captured& captured) {
   const std::lock_guard<std::mutex> lock(own_mutex);
   const auto found = own_nodes().find(stream);
-  return found != own_nodes().end() && found->second == node;
+  return found != own_nodes().end() && found->second.capture == captured.id &&
+         found->second.node == captured.nodes[0];
 }
 
 #if CUDART_VERSION >= 13000
@@ -81,14 +86,13 @@ bool goes_first(cudaGraphNode_t node, cudaStream_t stream) {
 
 cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id;
   cudaGraph_t graph;
 #if CUDART_VERSION >= 13000
   const cudaGraphEdgeData* edges;  // asked for: without, edges that are not plain are an error
-  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &id, &graph, &captured->nodes,
-                                                     &edges, &captured->num_nodes);
+  const cudaError_t error = cudaStreamGetCaptureInfo(
+      stream, &status, &captured->id, &graph, &captured->nodes, &edges, &captured->num_nodes);
 #else
-  const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, &id, &graph,
+  const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, &captured->id, &graph,
                                                         &captured->nodes, &captured->num_nodes);
 #endif
   captured->active = error == cudaSuccess && status == cudaStreamCaptureStatusActive;
@@ -96,7 +100,7 @@ cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
 }
 
 Start choose_start(cudaStream_t stream, const Captured& captured) {
-  if (!captured.active || captured.num_nodes != 1 || is_own(stream, captured.nodes[0])) {
+  if (!captured.active || captured.num_nodes != 1 || is_own(stream, captured)) {
     return Start::kLetIn;
   }
 #if CUDART_VERSION >= 13000
@@ -137,7 +141,7 @@ bool set_start(cudaStream_t stream, Start start) {
 void note_own_launch(cudaStream_t stream, const Captured& captured) {
   if (!captured.active || captured.num_nodes != 1) return;
   const std::lock_guard<std::mutex> lock(own_mutex);
-  own_nodes()[stream] = captured.nodes[0];
+  own_nodes()[stream] = {captured.id, captured.nodes[0]};
 }
 
 }  // namespace allnorm

@@ -13,6 +13,7 @@ namespace allnorm {
 // none. They are CUDA's memory until the stream is asked again.
 struct Captured {
   bool active = false;
+  unsigned long long id = 0;  // of the capture; no other one of the process has it
   const cudaGraphNode_t* nodes = nullptr;
   size_t num_nodes = 0;
 };

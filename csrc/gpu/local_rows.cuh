@@ -15,20 +15,18 @@ namespace allnorm {
 
 // The template arguments of a kernel, as one type: nvcc's host code cannot name a Features argument
 // of a __global__ function.
-template <class T, template <class> class Source, Features kFeatures, template <class> class Format>
+template <class T_, template <class> class Source_, Features kFeatures_,
+          template <class> class Format_>
 struct LocalRowsKernel {
-  static __device__ __forceinline__ void run(const LocalParams& params);
+  using T = T_;
+  using Source = Source_<T>;
+  using Format = Format_<T>;
+  using Epilogue = NormEpilogue<T, Format_, Gains::kLate, kFeatures_>;
 };
 
 template <class Kernel>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     local_rows_kernel(const __grid_constant__ LocalParams params) {
-  Kernel::run(params);
-}
-
-template <class T, template <class> class Source, Features kFeatures, template <class> class Format>
-__device__ __forceinline__ void LocalRowsKernel<T, Source, kFeatures, Format>::run(
-    const LocalParams& params) {
   const uint32_t clusters = cluster_size();
   const int pack = static_cast<int>(cluster_rank() * blockDim.x + threadIdx.x);
   const bool live = pack < params.packs;
@@ -38,9 +36,8 @@ __device__ __forceinline__ void LocalRowsKernel<T, Source, kFeatures, Format>::r
 
   RowReduction row_reduction((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   wait_for_preceding_grid();
-  NormEpilogue<T, Format, Gains::kLate, kFeatures> epilogue(params.epilogue, row_reduction, pack,
-                                                            live);
-  const Source<T> source(params, pack);
+  typename Kernel::Epilogue epilogue(params.epilogue, row_reduction, pack, live);
+  const typename Kernel::Source source(params, pack);
   const auto load_input = [&](int row) { return live && row < end ? source.load(row) : Pack{}; };
   const auto load_residual = [&](int row) {
     return row < end ? epilogue.load_residual(row) : Pack{};
@@ -49,7 +46,7 @@ __device__ __forceinline__ void LocalRowsKernel<T, Source, kFeatures, Format>::r
   Pack residual = load_residual(first);
   epilogue.prefetch_weight();
   epilogue.join();
-  if (first == 0) Format<T>::store_padding(params.epilogue.quant, pack, clusters * blockDim.x);
+  if (first == 0) Kernel::Format::store_padding(params.epilogue.quant, pack, clusters * blockDim.x);
   // Another row's: `residual_out` may be `residual`, `out` may be `x`.
   for (int row = first; row < end; row += step) {
     const Pack next_input = load_input(row + step);
