@@ -55,15 +55,18 @@ def sizes_of(tensors: Sequence[Tensor]) -> list[Any]:
     return [size for tensor in tensors for size in (tensor.dim(), *tensor.shape)]
 
 
-def rule_of(env: ShapeEnv, sizes: Sequence[Any], *, bounds: bool) -> str:
+def rule_of(
+    env: ShapeEnv, sizes: Sequence[Any], *, bounds: bool, known: list[Any] | None = None
+) -> str:
     """Returns the conditions on the `sizes_of` inputs, in the form of PyTorch's guards.
 
     Args:
         env: the environment of the symbolic sizes.
         sizes: the inputs' `sizes_of`.
         bounds: whether the conditions forbid size 1 where the example's size was not 1.
+        known: the guards to express. None: all guards of the environment.
     """
-    rule = env.produce_guards_expression(sizes, ignore_static=False) or ""
+    rule = env.produce_guards_expression(sizes, guards=known, ignore_static=False) or ""
     parts = [part for part in rule.split(" and ") if bounds or not _LOWER_BOUND.fullmatch(part)]
     return " and ".join(parts)
 
@@ -81,8 +84,7 @@ def rule_of_tracer(sizes: Sequence[Any]) -> str:
     env: ShapeEnv = symbolic[0].shape_env
     symbols = {symbol for node in symbolic for symbol in node.expr.free_symbols}
     known = [guard for guard in env.guards if guard.expr.free_symbols <= symbols]
-    rule = env.produce_guards_expression(sizes, guards=known, ignore_static=False) or ""
-    return " and ".join(p for p in rule.split(" and ") if not _LOWER_BOUND.fullmatch(p))
+    return rule_of(env, sizes, bounds=False, known=known)
 
 
 _LOWER_BOUND = re.compile(r"2 <= L\['t\d+'\]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -220,7 +221,7 @@ PARTS: dict[str, dict[type, dict[str, str | None]]] = {
 """The parts of values that hold tensors, by field and type: which tensor of the call each is."""
 
 
-class Runner:
+class Runner(abc.ABC):
     """Runs calls: those of a communicator, or of one rank alone, in one way."""
 
     def call(
@@ -273,6 +274,6 @@ class Runner:
             )
         )
 
+    @abc.abstractmethod
     def run(self, call: Call) -> Any:
         """Runs a call."""
-        raise NotImplementedError

@@ -65,19 +65,17 @@ class Mutant:
         rule: its name.
         fault: a switch of the sources, or "".
         verb: (verb, order) of the table, or ().
-        flags: more for the compiler.
         source: the kernel.
     """
 
     rule: str
     fault: str = ""
     verb: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
     source: str = "one_shot"
 
     @property
     def name(self) -> str:
-        return self.fault or " ".join(self.verb or self.flags)
+        return self.fault or " ".join(self.verb)
 
 
 NO_DEFECT = Mutant("")
@@ -130,7 +128,7 @@ def compile_kernel(
         header = folder / HEADER  # found before that of the tree
         header.parent.mkdir(parents=True)
         header.write_text(header_of(read_table().with_verb(*mutant.verb)))
-    output_of("nvcc", *flags, *mutant.flags, "-o", str(cubin), str(unit))
+    output_of("nvcc", *flags, "-o", str(cubin), str(unit))
     (kernel,) = disassemble(cubin)
     return kernel
 
