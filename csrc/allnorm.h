@@ -53,8 +53,8 @@ typedef enum AllnormOp {
   ALLNORM_SUM_ROWS = 3,
 } AllnormOp;
 
-// How ALLNORM_ADD_RMS_NORM quantizes the normed row, to float8_e4m3fn or, NVFP4, to e2m1; step 6 of
-// the numerics page.
+// The quantization of the normed row in ALLNORM_ADD_RMS_NORM: to float8_e4m3fn, or to e2m1 (NVFP4).
+// Step 6 of the numerics page.
 typedef enum AllnormQuant {
   ALLNORM_QUANT_NONE = 0,
   ALLNORM_QUANT_PER_GROUP = 1,   // one scale for each group_size columns of each row

@@ -1,4 +1,5 @@
-// What a normed row is stored as. One file a format in cpu/formats/, and one line here.
+// The list of formats, in which a normed row is stored: one file per format in cpu/formats/, one
+// line here.
 //
 // A format is a function that is given y, rounded to the dtype of x. Where y itself is wanted, it
 // is in row.out already; elsewhere it is in memory that only this row uses.

@@ -1,4 +1,4 @@
-// What the CPU does to rows: sum the sources in rank order, add the residual, normalize, quantize.
+// Row tasks of the CPU: sum the sources in rank order, add the residual, normalize, quantize.
 #ifndef ALLNORM_CPU_ROW_TASK_H_
 #define ALLNORM_CPU_ROW_TASK_H_
 

@@ -1,6 +1,6 @@
-// What a kernel can do besides the call that most models make. Code and registers of a feature are
-// paid for by every call that the kernel makes, so a call runs on a kernel that has no more of them
-// than it needs: gpu/kernel_table.cuh.
+// Optional features of a kernel, beyond the call that most models make. A feature costs every call
+// of its kernel code and registers, so a call runs on a kernel with only the features that it
+// needs: gpu/kernel_table.cuh.
 #ifndef ALLNORM_GPU_FEATURES_H_
 #define ALLNORM_GPU_FEATURES_H_
 

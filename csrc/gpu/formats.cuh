@@ -1,4 +1,5 @@
-// What a normed row is stored as. One file a format in gpu/formats/, and one line here.
+// The list of formats, in which a normed row is stored: one file per format in gpu/formats/, one
+// line here.
 //
 // A format is a class template over the element type of x. Its objects are one thread's part, for
 // the same pack of every row, like those of an epilogue:
@@ -18,7 +19,7 @@
 //   leads_group(), group(), scale()   whether its scale is this thread's to store, which, and what
 //   store(row, packed, policy)        both to where they are wanted
 //   store_elements(quant, row, pack, packed), store_scale(quant, row, group, scale)
-// Of rows that no cluster holds, one chunk after the other (gpu/any_rows.cuh):
+// For rows that do not fit into a cluster, chunk by chunk (gpu/any_rows.cuh):
 //   needs_greatest(quant)             whether greatest magnitudes of chunks are asked for
 //   stores_y(epilogue)                whether y itself is stored as well
 //   store_chunk<Access>(...)          stores the rest of a chunk

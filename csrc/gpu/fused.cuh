@@ -49,8 +49,8 @@ __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
   exchange.advance();
 }
 
-// What a fused kernel is made of: all that is decided when it is compiled. gpu/kernel_table.cuh
-// lists the combinations that there are.
+// The template arguments of a fused kernel, as one type. gpu/kernel_table.cuh lists the
+// combinations.
 template <class T, int kWorldSize_, template <class> class Source_,
           template <class, int> class Transport_, class Schedule_, Grid kGrid_, Features kFeatures_,
           template <class> class Format_>

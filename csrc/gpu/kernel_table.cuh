@@ -99,7 +99,7 @@ using Kernels = KernelTable<
     // A third fewer instructions than with experts compiled in.
     FusedEntry<kOneShot,      k2,   DenseRows,            OneShot,  OneRowAhead, kSparse, kExtendedDense>,
     FusedEntry<kOneShot,      kAll, ExpertRows,           OneShot,  OneRowAhead, kSparse, kExtended>,
-    // Of any number of ranks it spilled. Of more than two, extended, it is left out: fewer to compile.
+    // For any number of ranks it spilled. Extended kernels for more than two are left out: build time.
     FusedEntry<kOneShotDense, k2,   DenseRows,            OneShot,  Paced,       kDense,  kBasic>,
     FusedEntry<kOneShotDense, k48,  DenseRows,            OneShot,  OneRowAhead, kDense,  kBasic>,
     FusedEntry<kOneShotDense, k2,   DenseRows,            OneShot,  Paced,       kDense,  kExtendedDense>,
@@ -131,7 +131,7 @@ using Kernels = KernelTable<
 }  // namespace table
 using table::Kernels;
 
-// What makes a call for which the table has no kernel of its kind.
+// Returns the kind that replaces one for which the table has no kernel.
 constexpr KernelKind otherwise(KernelKind kind) {
   switch (kind) {
     case KernelKind::kOneShotDense:
@@ -166,7 +166,7 @@ const void* first_of(const KernelKey& key, KernelTable<Entries...>) {
   return found;
 }
 
-// Of the kernels that are compiled for kWorldSize.
+// Finds a kernel among those that are compiled for kWorldSize.
 template <class T, int kWorldSize>
 const void* find_kernel(KernelKey key) {
   const void* const found = first_of<T, kWorldSize>(key, Kernels());

@@ -15,13 +15,12 @@ namespace allnorm {
 
 // The template arguments of a kernel, as one type: nvcc's host code cannot name a Features argument
 // of a __global__ function.
-template <class T_, template <class> class Source_, Features kFeatures_,
+template <class T, template <class> class Source_, Features kFeatures,
           template <class> class Format_>
 struct LocalRowsKernel {
-  using T = T_;
   using Source = Source_<T>;
   using Format = Format_<T>;
-  using Epilogue = NormEpilogue<T, Format_, Gains::kLate, kFeatures_>;
+  using Epilogue = NormEpilogue<T, Format_, Gains::kLate, kFeatures>;
 };
 
 template <class Kernel>

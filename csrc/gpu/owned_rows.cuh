@@ -24,7 +24,7 @@ namespace allnorm {
 
 enum class Owned { kSum, kFinished, kGiven };
 
-// What a kernel of rows with owners is made of: all that is decided when it is compiled.
+// The template arguments of a kernel of rows with owners, as one type.
 template <class T, int kWorldSize_, template <class> class Source_, Owned kOwned_, bool kFew_,
           Features kFeatures_, template <class> class Format_>
 struct OwnedKernel {

@@ -18,7 +18,7 @@
 
 namespace allnorm {
 
-// What a call asks of its kernel.
+// Returns the features that a call needs.
 inline Features needs_of(const AllnormCall& call) {
   return {.experts = sums_experts(call),
           .islands = is_hierarchical(call),

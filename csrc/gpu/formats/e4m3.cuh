@@ -72,7 +72,7 @@ class E4m3 {
     return quantize(y, ScaleDivisor(scale_));
   }
 
-  // Of the last row that was quantized.
+  // Returns the scale of the last quantized row.
   __device__ __forceinline__ float scale() const { return scale_; }
   // Whether this thread's pack is the first of a group that has a scale of its own.
   __device__ __forceinline__ bool leads_group() const {
