@@ -115,7 +115,7 @@ bool put_parts(const Kind& kind, PyObject* value, Arguments& arguments) {
   for (const auto& [attribute, place] : kind.parts) {
     Ref part(PyObject_GetAttr(value, attribute));
     if (!part) {
-      PyErr_Clear();
+      drop_error(PyExc_AttributeError);
       return false;
     }
     if (!put(part.get(), place, arguments)) return false;

@@ -66,15 +66,15 @@ bool is_without_tangents() {
   return forward_ad != nullptr && PyDict_GetItem(forward_ad, name) == off;
 }
 
-// Whether the current device is the communicator's; then `stream` is its current stream.
+// Whether the current device is the communicator's; then `stream` is its current stream. False with
+// an error set if one was raised meanwhile.
 bool on_device(const FastCall& fast, void** stream) {
   const Ref current(PyObject_CallNoArgs(fast.current_device.get()));
   if (current && same(current.get(), fast.device.get())) {
     const Ref handle(PyObject_CallFunctionObjArgs(fast.stream.get(), fast.device.get(), nullptr));
     if (handle) *stream = PyLong_AsVoidPtr(handle.get());
-    if (!PyErr_Occurred()) return true;
+    return PyErr_Occurred() == nullptr;
   }
-  PyErr_Clear();
   return false;
 }
 
@@ -144,6 +144,20 @@ PyObject* call_python(const Ref& function, PyObject* first, const Passed& passed
   return PyObject_Call(function.get(), positional.get(), by_name.get());
 }
 
+// Makes a call in Python that this file does not make, and returns its results. An error that is
+// set, which a signal handler raised meanwhile, is raised after the call: the peers make it too.
+PyObject* make_in_python(const FastCall& fast, const Passed& passed) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  Ref results(call_python(fast.missed, nullptr, passed));
+  if (type == nullptr || !results) {
+    const Ref owned[] = {Ref(type), Ref(value), Ref(trace)};
+    return results.release();
+  }
+  PyErr_Restore(type, value, trace);
+  return nullptr;
+}
+
 std::int32_t run(const FastCall& fast, const AllnormCall& call) {
   PyThreadState* const thread = PyEval_SaveThread();
   const std::int32_t status =
@@ -177,7 +191,7 @@ Launched launch(FastCall& fast, const AllnormCall& call, std::int32_t* status) {
 }
 
 // The prepared call that serves these arguments, and the addresses of their tensors; it is moved to
-// the front.
+// the front. NULL if there is none; an error may be set then.
 std::shared_ptr<Prepared> find(FastCall& fast, const Arguments& arguments,
                                std::uintptr_t* addresses) {
   if (fast.prepared.empty() || watchers != 0 || !is_without_tangents() ||
@@ -186,7 +200,10 @@ std::shared_ptr<Prepared> find(FastCall& fast, const Arguments& arguments,
   }
   for (std::size_t i = 0; i < fast.prepared.size(); ++i) {
     std::shared_ptr<Prepared> candidate = fast.prepared[i];
-    if (!recognizes(*candidate, arguments)) continue;
+    if (!recognizes(*candidate, arguments)) {
+      if (PyErr_Occurred() != nullptr) return nullptr;
+      continue;
+    }
     // The check may have let another thread change the list.
     if (i != 0 && i < fast.prepared.size()) std::swap(fast.prepared[0], fast.prepared[i]);
     return candidate;
@@ -208,25 +225,25 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t num_positional
   const std::shared_ptr<Prepared> found = read_call(given, num_positional, names, arguments)
                                               ? find(*fast, arguments, addresses)
                                               : nullptr;
-  if (found == nullptr) return call_python(fast->missed, nullptr, passed);
+  if (found == nullptr) return make_in_python(*fast, passed);
   AllnormCall call = found->call;
   const bool is_cuda = fast->device.get() != Py_None;
   if ((is_cuda && (!on_device(*fast, &call.stream) || !knows(*fast, call.stream))) ||
       !bind_given(*found, addresses, call)) {
-    return call_python(fast->missed, nullptr, passed);
+    return make_in_python(*fast, passed);
   }
   Ref results(make_results(*found, arguments, call));
   if (!results || !mark_overwritten(*found, arguments)) {
-    // No memory, perhaps. Python meets it again, and lets the peers know.
-    PyErr_Clear();
-    return call_python(fast->missed, nullptr, passed);
+    drop_error(PyExc_RuntimeError);  // out of memory: Python meets it again, and tells the peers
+    drop_error(PyExc_MemoryError);
+    return make_in_python(*fast, passed);
   }
   std::int32_t status = ALLNORM_OK;
   switch (launch(*fast, call, &status)) {
     case Launched::kError:
       return nullptr;
     case Launched::kNo:
-      return call_python(fast->missed, nullptr, passed);
+      return make_in_python(*fast, passed);
     case Launched::kYes:
       break;
   }

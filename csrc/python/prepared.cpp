@@ -11,9 +11,7 @@ bool same(PyObject* a, PyObject* b) {
     const double x = PyFloat_AsDouble(a), y = PyFloat_AsDouble(b);
     return std::memcmp(&x, &y, sizeof x) == 0;
   }
-  const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
-  if (equal < 0) PyErr_Clear();
-  return equal == 1;
+  return PyObject_RichCompareBool(a, b, Py_EQ) == 1;
 }
 
 namespace {
@@ -97,7 +95,7 @@ bool find_memory(const Arguments& arguments, std::uintptr_t* addresses) {
     const bool there =
         addresses[i] >= kLowAddress || (PyErr_Occurred() == nullptr && has_memory(tensor));
     if (!there || !has_strides(tensor)) {
-      PyErr_Clear();
+      drop_error(PyExc_RuntimeError);  // torch's answer for a tensor without memory
       return false;
     }
   }
@@ -116,7 +114,6 @@ bool recognizes(const Prepared& prepared, const Arguments& arguments) {
   }
   if (prepared.grad_enabled.get() != Py_None) {
     const Ref enabled(PyObject_CallNoArgs(prepared.grad_enabled.get()));
-    if (!enabled) PyErr_Clear();
     if (enabled.get() != Py_False) return false;
   }
   if (prepared.constants.size() != static_cast<std::size_t>(arguments.num_constants)) return false;
@@ -128,7 +125,6 @@ bool recognizes(const Prepared& prepared, const Arguments& arguments) {
   const Ref answer(PyObject_CallFunctionObjArgs(
       prepared.check.get(), checked[0], checked[1], checked[2], checked[3], checked[4], checked[5],
       checked[6], checked[7], checked[8], checked[9], checked[10], checked[11], nullptr));
-  if (!answer) PyErr_Clear();
   return answer.get() == Py_True;
 }
 

@@ -51,11 +51,12 @@ void use_tensor(PyObject* tensor, PyObject* parameter);
 // Finds the addresses of the tensors among the arguments of a call. False if one is of another
 // class, is nested or has no memory of its own, as in the transforms of torch.func: the check of a
 // prepared call must not see those. It asks for strides, which may throw a C++ exception that ends
-// the process.
+// the process. An error is set if other code that ran meanwhile raised it, such as a signal
+// handler.
 bool find_memory(const Arguments& arguments, std::uintptr_t* addresses);
 
 // Whether `prepared` serves a call with these arguments, of which find_memory() has found the
-// tensors' memory. Errors count as no: Python repeats them.
+// tensors' memory. False, with the error set, if a comparison raised one or a signal handler did.
 bool recognizes(const Prepared& prepared, const Arguments& arguments);
 
 // The address of a tensor's elements; 0 with an error set if it has none.
@@ -72,7 +73,8 @@ bool mark_overwritten(const Prepared& prepared, const Arguments& arguments);
 void** address_in(AllnormCall& call, Tensor result);
 
 // Whether two constants have the same type and value; of floats, the same bits: 1.0, 1 and True
-// are equal, and so are 0.0 and -0.0, but they stand for different calls.
+// are equal, and so are 0.0 and -0.0, but they stand for different calls. False with an error set
+// if the comparison raised one.
 bool same(PyObject* a, PyObject* b);
 
 }  // namespace allnorm

@@ -35,6 +35,11 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
+// Clears the error that is set if it is of class `kind`.
+inline void drop_error(PyObject* kind) {
+  if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(kind)) PyErr_Clear();
+}
+
 inline PyObject* none() { return Ref::borrowed(Py_None).release(); }
 
 }  // namespace allnorm

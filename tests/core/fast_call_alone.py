@@ -39,6 +39,8 @@ class Tensor:
         return self.address
 
     def untyped_storage(self):
+        if self.storage == "none":
+            raise RuntimeError("no storage")
         return Tensor(self.storage, self.storage)
 
 
@@ -144,6 +146,61 @@ def error_of(kind, call, arguments):
     raise AssertionError(f"{arguments}: expected a {kind.__name__}")
 
 
+class InterruptedByHandlerError(Exception):
+    """What a signal handler raises."""
+
+
+def interrupt(*arguments):
+    """Stands for any Python code in which a signal handler runs that raises."""
+    raise InterruptedByHandlerError
+
+
+class Spec:
+    """A constant whose comparison is Python code."""
+
+    def __eq__(self, other):
+        interrupt()
+
+    __hash__ = None
+
+
+def raised_meanwhile(library, run, prepare, made_new, arguments):
+    """What a handler raises within a call is raised after Python has made the call."""
+    calls = []
+
+    def missed_call(**given):
+        calls.append(given)
+        return "missed"
+
+    out, _ = made_new
+    cases = (
+        ("grad_enabled", {"results": made_new, "grad_enabled": interrupt}, {}),
+        ("a comparison", {"results": made_new, "eps": Spec()}, {"eps": Spec()}),
+        ("check", {"results": made_new, "check": interrupt}, {}),
+        ("overwrite", {"results": made_new, "overwrite": interrupt}, {}),
+        ("making a result", {"results": ((out[0], interrupt, ()),)}, {}),
+        ("the device", {"results": made_new}, {"devices": (0, interrupt, None)}),
+        ("the stream", {"results": made_new}, {"devices": (0, lambda: 0, interrupt)}),
+    )
+    for name, prepared, changes in cases:
+        devices = changes.pop("devices", (None, None, None))
+        call, keep, *_ = library.allnorm_fast_call_new(
+            *(run, 77, missed_call, failed, None, None), *devices
+        )
+        keep(prepare(**prepared))
+        given = arguments(**changes)
+        for _ in range(3):
+            calls.clear()
+            error_of(InterruptedByHandlerError, call, given)
+            assert calls == [given], name
+    # An error of the call itself comes first.
+    call, keep, *_ = library.allnorm_fast_call_new(
+        *(run, 77, lambda **given: 1 // 0, failed, None, None, None, None, None)
+    )
+    keep(prepare(made_new, overwrite=interrupt))
+    error_of(ZeroDivisionError, call, arguments())
+
+
 def closed_meanwhile(library, run, prepared, arguments):
     """Another thread closes while a call takes the lock, or has it."""
     lock, functions = threading.Lock(), []
@@ -230,12 +287,13 @@ def main(path, size, *offsets):
 
     def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 4, **changes):
         enabled, overwrite = changes.pop("grad_enabled", None), changes.pop("overwrite", None)
+        checks = changes.pop("check", check)
         static_scale, quantized, scale = more
         given = (tensor, tensor, tensor, static_scale, *before, out, residual_out, quantized, scale)
         named = arguments(**changes)
         values = tuple(named.get(name, *default) for name, default, *_ in TABLE)
         return library.allnorm_fast_call_prepare(
-            *(native, check, enabled, overwrite, values, results),
+            *(native, checks, enabled, overwrite, values, results),
             *((ctypes.c_uint8 * 12)(*given), (ctypes.c_uint8 * 12)(*[4] * 12)),
             (ctypes.c_uint64 * 12)(*[16] * 12),
         )
@@ -398,7 +456,7 @@ def main(path, size, *offsets):
     gradients = []
     graded, keep_graded, *_ = new()
     keep_graded(prepare(made_new, grad_enabled=lambda: gradients[0]))
-    for gradients[:] in ([True], [False], [1], []):
+    for gradients[:] in ([True], [False], [1]):
         assert (is_made(graded) is not None) == (gradients == [False])
     count += 1
     # Results that are given have new versions, before anything is launched.
@@ -429,6 +487,7 @@ def main(path, size, *offsets):
         else:
             raise AssertionError(f"{wrong} must be refused")
 
+    raised_meanwhile(library, run, prepare, made_new, arguments)
     closed_meanwhile(library, run, prepared, arguments())
     assert launches.count == count, "nothing is launched for who was closed meanwhile"
     new_streams(library, run, prepared, arguments())
