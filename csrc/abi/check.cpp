@@ -207,14 +207,14 @@ int32_t check_algorithm(const AllnormCall& call) {
 
 int64_t element_bytes(int dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
 
-RowShard held_rows(const AllnormCommConfig& config, const AllnormCall& call) {
+RowRange held_rows(const AllnormCommConfig& config, const AllnormCall& call) {
   return is_sharded(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
-                          : RowShard{0, call.num_tokens};
+                          : RowRange{0, call.num_tokens};
 }
 
-RowShard owned_rows(const AllnormCommConfig& config, const AllnormCall& call) {
+RowRange owned_rows(const AllnormCommConfig& config, const AllnormCall& call) {
   return uses_owners(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
-                           : RowShard{0, call.num_tokens};
+                           : RowRange{0, call.num_tokens};
 }
 
 int32_t check_kind(const AllnormCall* call) {
@@ -244,7 +244,7 @@ int32_t check_local(const AllnormCall* call) {
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
-  const RowShard all = {0, call->num_tokens};
+  const RowRange all = {0, call->num_tokens};
   return check_memory(*call, call->num_sources, all, all);
 }
 

@@ -20,15 +20,15 @@ int32_t check_local(const AllnormCall* call);
 // Checks where the tensors of a call lie; `num_sources` matrices of x. `held`: the rows that this
 // rank holds itself, of x in all_gather_rows, of residual and residual_out where sharded. `owned`:
 // the rows that it sums for its peers, which are those of sums of islands.
-int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& held,
-                     const RowShard& owned);
+int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& held,
+                     const RowRange& owned);
 // Checks whether every row begins where a kernel may load and store whole packs, which the CUDA
 // kernels of allnorm_run() need. The rows are those of check_memory().
-int32_t check_alignment(const AllnormCall& call, const RowShard& held, const RowShard& owned);
+int32_t check_alignment(const AllnormCall& call, const RowRange& held, const RowRange& owned);
 // The rows of a checked call that a rank holds itself.
-RowShard held_rows(const AllnormCommConfig& config, const AllnormCall& call);
+RowRange held_rows(const AllnormCommConfig& config, const AllnormCall& call);
 // The rows of a checked call that a rank sums for its peers; all rows unless rows have owners.
-RowShard owned_rows(const AllnormCommConfig& config, const AllnormCall& call);
+RowRange owned_rows(const AllnormCommConfig& config, const AllnormCall& call);
 int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_bytes);
 
 }  // namespace allnorm

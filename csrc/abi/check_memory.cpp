@@ -229,7 +229,7 @@ int32_t check_scale_strides(const AllnormCall& call) {
 }
 
 // Whether the rows that all_gather_rows takes lie where it puts them.
-bool gathers_in_place(const AllnormCall& call, const RowShard& held) {
+bool gathers_in_place(const AllnormCall& call, const RowRange& held) {
   if (call.op != ALLNORM_ALL_GATHER_ROWS) return false;
   int64_t bytes = 0;
   uintptr_t place = 0;
@@ -244,8 +244,8 @@ bool gathers_in_place(const AllnormCall& call, const RowShard& held) {
 
 }  // namespace
 
-int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& held,
-                     const RowShard& owned) {
+int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& held,
+                     const RowRange& owned) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const bool scales = scales_per_row(call) != 0;
   int32_t status = check_stride_bounds(call);
@@ -319,7 +319,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowShard& h
   return all.status();
 }
 
-int32_t check_alignment(const AllnormCall& call, const RowShard& held, const RowShard& owned) {
+int32_t check_alignment(const AllnormCall& call, const RowRange& held, const RowRange& owned) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const int64_t width = element_bytes(call.dtype), num_held = held.end - held.begin;
   const int64_t num_owned = owned.end - owned.begin;

@@ -16,7 +16,7 @@
 #endif
 
 struct AllnormComm {
-  allnorm::Communicator communicator;
+  allnorm::CpuCommunicator communicator;
   allnorm::Gate gate = {};
 };
 
@@ -64,6 +64,6 @@ int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm)
   if (const int32_t status = allnorm::check_config(config, allnorm::PullControl::kBytes)) {
     return status;
   }
-  *comm = new (std::nothrow) AllnormComm{allnorm::Communicator(*config)};
+  *comm = new (std::nothrow) AllnormComm{allnorm::CpuCommunicator(*config)};
   return *comm != nullptr ? ALLNORM_OK : fail(ALLNORM_SYSTEM, "no memory for a communicator");
 }

@@ -237,7 +237,7 @@ void zero_scale_padding(const AllnormCall& call) {
 void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) {
   const bool sharded = uses_owners(call);
   if (makes_sums(call)) {
-    const RowShard own = row_shard(call.num_tokens, world_size, rank);
+    const RowRange own = row_shard(call.num_tokens, world_size, rank);
     const int64_t done = first / world_size, rows = own.end - own.begin - done;
     if (rows > 0) fill_nan(sums_out(call, done), rows, call.hidden_size, sizeof(float));
     return;
@@ -247,7 +247,7 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
     // Every owner has finished the same number of rows.
     const int64_t done = first / world_size;
     for (int owner = 0; owner < world_size; ++owner) {
-      const RowShard shard = row_shard(call.num_tokens, world_size, owner);
+      const RowRange shard = row_shard(call.num_tokens, world_size, owner);
       fill_outputs_nan(call, shard.begin + done, shard.end);
     }
     if (!is_sharded(call)) {
@@ -258,7 +258,7 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
       }
       return;
     }
-    const RowShard own = row_shard(call.num_tokens, world_size, rank);
+    const RowRange own = row_shard(call.num_tokens, world_size, rank);
     residual_begin = done;
     residual_end = own.end - own.begin;
   } else {

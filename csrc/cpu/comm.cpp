@@ -86,7 +86,7 @@ class Running {
 
 void set_interrupt(int32_t (*look)()) { g_look.store(look); }
 
-Communicator::Communicator(const AllnormCommConfig& config)
+CpuCommunicator::CpuCommunicator(const AllnormCommConfig& config)
     : config_(config), spin_ns_(spin_ns(config.world_size)), op_(config.first_op) {
   std::memset(config.workspaces[config.rank], 0, PullControl::kBytes);
   for (uint32_t op = 0; op < kPullPhases; ++op) {
@@ -97,32 +97,32 @@ Communicator::Communicator(const AllnormCommConfig& config)
   store_release(published(config.rank), publication(0));
 }
 
-std::byte* Communicator::phase(int rank) const {
+std::byte* CpuCommunicator::phase(int rank) const {
   return static_cast<std::byte*>(config_.workspaces[rank]) +
          PullLayout::phase(op_, PullLayout::phase_bytes(config_.workspace_bytes));
 }
-uint32_t* Communicator::published(int rank) const {
+uint32_t* CpuCommunicator::published(int rank) const {
   return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
                                      PullControl::kPublished);
 }
-uint32_t* Communicator::sleepers(int rank) const {
+uint32_t* CpuCommunicator::sleepers(int rank) const {
   return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
                                      PullControl::kSleepers);
 }
-uint32_t* Communicator::left(int rank) const {
+uint32_t* CpuCommunicator::left(int rank) const {
   return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
                                      PullControl::kLeft);
 }
-uint64_t* Communicator::tags(int rank) const {
+uint64_t* CpuCommunicator::tags(int rank) const {
   return reinterpret_cast<uint64_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
                                      PullControl::tag(op_));
 }
 
-void Communicator::announce(const CallTag& tag) {
+void CpuCommunicator::announce(const CallTag& tag) {
   for (int i = 0; i < 2; ++i) store_relaxed(tags(config_.rank) + i, tag.word(op_, i));
 }
 
-void Communicator::publish(int step) {
+void CpuCommunicator::publish(int step) {
   // seq_cst, which includes release: orders the tag and the rows written before; pairs with the
   // acquire in wait(). Together with the load below it pairs with sleep(): either this rank sees
   // the sleeper, or the sleeper sees the publication.
@@ -131,7 +131,7 @@ void Communicator::publish(int step) {
   if (load_seq_cst(sleepers(config_.rank)) != 0) futex_wake_all_shared(published(config_.rank));
 }
 
-bool Communicator::wait(int peer, int step, const CallTag& tag) {
+bool CpuCommunicator::wait(int peer, int step, const CallTag& tag) {
   const uint32_t expected = publication(step);
   const uint32_t* const word = published(peer);
   int64_t start_ns = 0;
@@ -149,7 +149,7 @@ bool Communicator::wait(int peer, int step, const CallTag& tag) {
   }
 }
 
-bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag) {
+bool CpuCommunicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag) {
   const uint32_t* const word = published(peer);
   // seq_cst, with the load below: pairs with publish(), see there.
   fetch_add_seq_cst(sleepers(peer), 1u);
@@ -192,7 +192,7 @@ bool Communicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const
   return fail_wait(ALLNORM_TIMEOUT, peer, seen, tag);
 }
 
-AllnormStatus Communicator::ending(int peer, int* gone) const {
+AllnormStatus CpuCommunicator::ending(int peer, int* gone) const {
   if (closing_.load(std::memory_order_acquire)) return ALLNORM_CLOSED;
   AllnormStatus status = ALLNORM_OK;
   // Names the rank that ended first: others may have ended because of it.
@@ -208,12 +208,12 @@ AllnormStatus Communicator::ending(int peer, int* gone) const {
   return ALLNORM_OK;
 }
 
-bool Communicator::has_come(int rank) const {
+bool CpuCommunicator::has_come(int rank) const {
   // acquire: pairs with publish(), of what came before has_left().
   return has_reached(load_acquire(published(rank)), publication(1));
 }
 
-bool Communicator::has_left(int rank, AllnormStatus* how) const {
+bool CpuCommunicator::has_left(int rank, AllnormStatus* how) const {
   // acquire: what that rank published before it left; pairs with tell_peers().
   if (load_acquire(left(rank)) != 0) {
     *how = ALLNORM_PEER_LEFT;
@@ -223,14 +223,14 @@ bool Communicator::has_left(int rank, AllnormStatus* how) const {
   return (dead_.load(std::memory_order_acquire) >> rank & 1) != 0;
 }
 
-void Communicator::tell_peers() {
+void CpuCommunicator::tell_peers() {
   // release: orders what was published before; pairs with has_left().
   store_release(left(config_.rank), 1u);
   // They need not wait until they look.
   futex_wake_all_shared(published(config_.rank));
 }
 
-void Communicator::peers_died(uint64_t peers, bool) {
+void CpuCommunicator::peers_died(uint64_t peers, bool) {
   // No wait of this backend needs to be told that none can succeed: who is waited for has come to
   // the operation or is gone.
   dead_.fetch_or(peers, std::memory_order_acq_rel);
@@ -238,16 +238,16 @@ void Communicator::peers_died(uint64_t peers, bool) {
   if (peers != 0) first_dead_.compare_exchange_strong(none, std::countr_zero(peers));
 }
 
-void Communicator::end_waits() { closing_.store(true, std::memory_order_release); }
+void CpuCommunicator::end_waits() { closing_.store(true, std::memory_order_release); }
 
-bool Communicator::close() {
+bool CpuCommunicator::close() {
   const std::lock_guard lock(run_mutex_);
   if (!closed_) tell_peers();
   closed_ = true;
   return true;
 }
 
-bool Communicator::fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag) {
+bool CpuCommunicator::fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag) {
   const int32_t behind = static_cast<int32_t>(seen - publication(1));
   if (status == ALLNORM_INTERRUPTED) tell_peers();
   return record({.status = status,
@@ -262,7 +262,7 @@ bool Communicator::fail_wait(AllnormStatus status, int peer, uint32_t seen, cons
                  .died = 0});
 }
 
-bool Communicator::same_call(int peer, const CallTag& tag) {
+bool CpuCommunicator::same_call(int peer, const CallTag& tag) {
   const uint64_t seen_tokens = load_relaxed(tags(peer)), seen_shape = load_relaxed(tags(peer) + 1);
   if (seen_tokens == tag.word(op_, 0) && seen_shape == tag.word(op_, 1)) [[likely]] {
     return true;
@@ -279,12 +279,12 @@ bool Communicator::same_call(int peer, const CallTag& tag) {
                  .died = 0});
 }
 
-int32_t Communicator::stats(AllnormStats* stats) const {
+int32_t CpuCommunicator::stats(AllnormStats* stats) const {
   *stats = {.one_shot = one_shots_.load(), .two_shot = two_shots_.load()};
   return ALLNORM_OK;
 }
 
-bool Communicator::run_chunk(const Chunk& chunk) {
+bool CpuCommunicator::run_chunk(const Chunk& chunk) {
   const bool in_one_hop = !chunk.turns && chunk.call.algorithm == ALLNORM_ONE_SHOT;
   ++(in_one_hop ? one_shots_ : two_shots_);
   if (chunk.call.op == ALLNORM_ALL_GATHER_ROWS) return all_gather(chunk);
@@ -294,7 +294,7 @@ bool Communicator::run_chunk(const Chunk& chunk) {
   return in_one_hop ? one_shot(chunk) : two_shot(chunk);
 }
 
-int32_t Communicator::run(const AllnormCall& call) {
+int32_t CpuCommunicator::run(const AllnormCall& call) {
   if (runner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
     return fail(ALLNORM_INVALID_ARGUMENT,
                 "a call within a call of the same communicator, by what looks for interrupts: the "
@@ -346,13 +346,13 @@ int32_t Communicator::run(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
-bool Communicator::record(const AllnormFault& fault) {
+bool CpuCommunicator::record(const AllnormFault& fault) {
   const std::lock_guard lock(fault_mutex_);
   fault_ = fault;
   return false;
 }
 
-int32_t Communicator::refuse(const AllnormCall& call, int64_t first) {
+int32_t CpuCommunicator::refuse(const AllnormCall& call, int64_t first) {
   zero_scale_padding(call);
   fill_nan(call, config_.world_size, config_.rank, first);
   if (fault_.status == ALLNORM_OK) {
@@ -363,7 +363,7 @@ int32_t Communicator::refuse(const AllnormCall& call, int64_t first) {
               describe(fault_, config_.timeout_ns).c_str());
 }
 
-AllnormFault Communicator::fault() {
+AllnormFault CpuCommunicator::fault() {
   const std::lock_guard lock(fault_mutex_);
   return fault_;
 }

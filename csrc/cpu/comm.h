@@ -23,9 +23,9 @@ std::string describe(const AllnormFault& fault, int64_t timeout_ns);
 // What a thread that waits calls now and then; nonzero ends its wait.
 void set_interrupt(int32_t (*look)());
 
-class Communicator {
+class CpuCommunicator {
  public:
-  explicit Communicator(const AllnormCommConfig& config);
+  explicit CpuCommunicator(const AllnormCommConfig& config);
 
   // Collective. Thread-safe, but all ranks must make their calls in the same order.
   int32_t run(const AllnormCall& call);

@@ -24,8 +24,8 @@ void copy_rows(ConstRows from, Rows to, int64_t row_bytes, int64_t count) {
 
 }  // namespace
 
-Communicator::OwnedRows Communicator::owned_rows(const Chunk& chunk, int owner) const {
-  const RowShard slots = row_shard(chunk.layout.rows, config_.world_size, owner);
+CpuCommunicator::OwnedRows CpuCommunicator::owned_rows(const Chunk& chunk, int owner) const {
+  const RowRange slots = row_shard(chunk.layout.rows, config_.world_size, owner);
   OwnedRows owned = {.slot = slots.begin,
                      .row = chunk.begin + slots.begin,
                      .residual_row = chunk.begin + slots.begin,
@@ -41,7 +41,7 @@ Communicator::OwnedRows Communicator::owned_rows(const Chunk& chunk, int owner) 
 }
 
 // Puts this rank's partials of `count` rows into its phase.
-void Communicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count) {
+void CpuCommunicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count) {
   const Rows to = {phase(config_.rank) + chunk.layout.partial(slot), chunk.layout.row_bytes};
   if (!sums_experts(chunk.call)) {
     return copy_rows(x_rows(chunk.call, row), to, chunk.layout.row_bytes, count);
@@ -58,8 +58,8 @@ void Communicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_
 }
 
 // Where every rank's partials of rows from `row` on lie, in the chunk from `slot` on.
-void Communicator::find_partials(const Chunk& chunk, int64_t row, int64_t slot,
-                                 ConstRows* sources) const {
+void CpuCommunicator::find_partials(const Chunk& chunk, int64_t row, int64_t slot,
+                                    ConstRows* sources) const {
   for (int rank = 0; rank < config_.world_size; ++rank) {
     sources[rank] = {phase(rank) + chunk.layout.partial(slot), chunk.layout.row_bytes};
   }
@@ -67,7 +67,7 @@ void Communicator::find_partials(const Chunk& chunk, int64_t row, int64_t slot,
   if (!sums_experts(chunk.call)) sources[config_.rank] = x_rows(chunk.call, row);
 }
 
-bool Communicator::one_shot(const Chunk& chunk) {
+bool CpuCommunicator::one_shot(const Chunk& chunk) {
   announce(chunk.tag);
   ALLNORM_FAULT(cpu_published_before_rows, publish(1), );
   copy_in(chunk, chunk.begin, 0, chunk.layout.rows);
@@ -86,7 +86,7 @@ bool Communicator::one_shot(const Chunk& chunk) {
   return true;
 }
 
-bool Communicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
+bool CpuCommunicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
   announce(chunk.tag);
   for (int owner = 0; owner < config_.world_size; ++owner) {
     // Its own partials a rank reads where they are, unless they are still to be made.
@@ -103,7 +103,7 @@ bool Communicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
   return true;
 }
 
-bool Communicator::two_shot(const Chunk& chunk) {
+bool CpuCommunicator::two_shot(const Chunk& chunk) {
   const PullLayout& layout = chunk.layout;
   const OwnedRows own = owned_rows(chunk, config_.rank);
   ConstRows sources[kMaxWorldSize];
@@ -135,7 +135,7 @@ bool Communicator::two_shot(const Chunk& chunk) {
   return true;
 }
 
-bool Communicator::sharded(const Chunk& chunk) {
+bool CpuCommunicator::sharded(const Chunk& chunk) {
   const OwnedRows own = owned_rows(chunk, config_.rank);
   ConstRows sources[kMaxWorldSize];
   if (!exchange_partials(chunk, sources)) return false;
@@ -152,7 +152,7 @@ bool Communicator::sharded(const Chunk& chunk) {
 }
 
 // Before the exchange between islands: the sums of the rows that this rank owns, for it alone.
-bool Communicator::sum_rows(const Chunk& chunk) {
+bool CpuCommunicator::sum_rows(const Chunk& chunk) {
   const OwnedRows own = owned_rows(chunk, config_.rank);
   ConstRows sources[kMaxWorldSize];
   if (!exchange_partials(chunk, sources)) return false;
@@ -167,7 +167,7 @@ bool Communicator::sum_rows(const Chunk& chunk) {
 
 // After it: the sums of all islands, of the rows that this rank owns, become the reduced rows, and
 // then what they become in two_shot() and sharded().
-bool Communicator::island_sums(const Chunk& chunk) {
+bool CpuCommunicator::island_sums(const Chunk& chunk) {
   const AllnormCall& call = chunk.call;
   const PullLayout& layout = chunk.layout;
   const OwnedRows own = owned_rows(chunk, config_.rank);
@@ -214,8 +214,8 @@ bool Communicator::island_sums(const Chunk& chunk) {
 }
 
 // Makes this rank's finished rows, which its peers read, of one source or of all ranks' partials.
-void Communicator::finish(const Chunk& chunk, const OwnedRows& own, const ConstRows* sources,
-                          int num_sources) {
+void CpuCommunicator::finish(const Chunk& chunk, const OwnedRows& own, const ConstRows* sources,
+                             int num_sources) {
   const PullLayout& layout = chunk.layout;
   std::byte* const phase = this->phase(config_.rank);
   RowTask task = row_task(chunk.call, own.row, own.residual_row);
@@ -235,7 +235,7 @@ void Communicator::finish(const Chunk& chunk, const OwnedRows& own, const ConstR
 }
 
 // Copies the rows that `owner` has finished to the outputs.
-void Communicator::copy_out(const Chunk& chunk, int owner) {
+void CpuCommunicator::copy_out(const Chunk& chunk, int owner) {
   const PullLayout& layout = chunk.layout;
   const FinishedRow& finished = layout.finished;
   const OwnedRows rows = owned_rows(chunk, owner);
@@ -256,7 +256,7 @@ void Communicator::copy_out(const Chunk& chunk, int owner) {
   }
 }
 
-bool Communicator::all_gather(const Chunk& chunk) {
+bool CpuCommunicator::all_gather(const Chunk& chunk) {
   const int64_t row_bytes = chunk.layout.row_bytes;
   const OwnedRows own = owned_rows(chunk, config_.rank);
   announce(chunk.tag);

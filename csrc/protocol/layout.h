@@ -284,11 +284,11 @@ struct PullLayout {
 };
 
 // Contiguous row shard of a rank: the first (rows % world_size) ranks hold one row more.
-struct RowShard {
+struct RowRange {
   int64_t begin;
   int64_t end;
 };
-ALLNORM_HD RowShard row_shard(int64_t rows, int world_size, int rank) {
+ALLNORM_HD RowRange row_shard(int64_t rows, int world_size, int rank) {
   const int64_t base = rows / world_size, extra = rows % world_size;
   const int64_t begin = rank * base + (rank < extra ? rank : extra);
   return {begin, begin + base + (rank < extra ? 1 : 0)};

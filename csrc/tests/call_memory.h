@@ -55,7 +55,7 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   std::vector<Piece> pieces;
   if (call.num_tokens == 0) return pieces;
   const bool local = world_size == 0;
-  const RowShard shard = row_shard(call.num_tokens, std::max(1, world_size), rank);
+  const RowRange shard = row_shard(call.num_tokens, std::max(1, world_size), rank);
   const bool sharded = !local && is_sharded(call), norm = is_norm(call);
   const bool gathers = call.op == ALLNORM_ALL_GATHER_ROWS;
   const Wide width = element_bytes(call.dtype), columns = call.hidden_size * width;

@@ -61,7 +61,7 @@ class Operation {
     config.timeout_ns = int64_t{1} << 40;
     config.first_op = kFirstOp;
     for (int rank = 0; rank < 2; ++rank) config.workspaces[rank] = workspaces_[rank].data();
-    Communicator comm(config);
+    CpuCommunicator comm(config);
     publish(0);
 
     AllnormCall call = {};

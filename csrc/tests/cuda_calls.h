@@ -214,7 +214,7 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
   if (is_norm(call) && call.post_eps != 0.0f)
     op.post_weight = random_weight(call.post_weight_dtype);
   for (int rank = 0; rank < world_size; ++rank) {
-    const RowShard shard = row_shard(call.num_tokens, world_size, rank);
+    const RowRange shard = row_shard(call.num_tokens, world_size, rank);
     // Not even a rank without rows may pass NULL.
     const int64_t own = std::max<int64_t>(1, shard.end - shard.begin);
     const bool gathered = call.op == ALLNORM_ALL_GATHER_ROWS;

@@ -19,7 +19,7 @@ constexpr uint64_t kSeeds = 2;  // ten times slower
 constexpr uint64_t kSeeds = 12;
 #endif
 
-RowShard own_rows_of(const AllnormCall& call, int world_size, int rank) {
+RowRange own_rows_of(const AllnormCall& call, int world_size, int rank) {
   return row_shard(call.num_tokens, world_size, rank);
 }
 
@@ -36,7 +36,7 @@ Operation make_before(int world_size, Random& random, int dtype) {
   random_experts(op, random);
   op.out.clear();
   for (int rank = 0; rank < world_size; ++rank) {
-    const RowShard own = own_rows_of(call, world_size, rank);
+    const RowRange own = own_rows_of(call, world_size, rank);
     op.out.emplace_back(ALLNORM_FLOAT32, std::max<int64_t>(1, own.end - own.begin),
                         call.hidden_size, 4 * random.below(2));
   }
@@ -46,7 +46,7 @@ Operation make_before(int world_size, Random& random, int dtype) {
 void compare_before(const Operation& op, int rank, int number) {
   const AllnormCall& call = op.call;
   const int world_size = static_cast<int>(op.x.size());
-  const RowShard own = own_rows_of(call, world_size, rank);
+  const RowRange own = own_rows_of(call, world_size, rank);
   for (int64_t row = own.begin; row < own.end; ++row) {
     int64_t wrong = 0;
     for (int64_t i = 0; i < call.hidden_size; ++i) {
@@ -83,7 +83,7 @@ Operation make_after(int world_size, Random& random, int dtype) {
     }
   }
   for (int rank = 0; rank < world_size; ++rank) {
-    const RowShard own = own_rows_of(call, world_size, rank);
+    const RowRange own = own_rows_of(call, world_size, rank);
     const int64_t rows = std::max<int64_t>(1, own.end - own.begin);
     Matrix sums(ALLNORM_FLOAT32, call.num_sources * rows, call.hidden_size, 4 * random.below(2));
     fill(sums, random);

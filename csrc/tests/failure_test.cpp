@@ -62,7 +62,7 @@ void test_dead_peer() {
         check(allnorm_run(comm, &buffers.call) == ALLNORM_TIMEOUT, "a dead peer went unnoticed");
         check(buffers.memory.as_expected() && all_nan(buffers.out),
               "sharded %d poisoned %d: bytes, scales or normed are not NaN", sharded, poisoned);
-        const RowShard shard = row_shard(7, 3, rank);
+        const RowRange shard = row_shard(7, 3, rank);
         check(nan_rows(buffers.residual_out) == (sharded ? shard.end - shard.begin : 7),
               "sharded %d poisoned %d rank %d: %lld rows of the residual are NaN", sharded,
               poisoned, rank, static_cast<long long>(nan_rows(buffers.residual_out)));

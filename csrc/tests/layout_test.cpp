@@ -265,7 +265,7 @@ void test_row_shard() {
          {int64_t{0}, int64_t{1}, int64_t{63}, int64_t{8191}, (int64_t{1} << 40) + 5}) {
       int64_t next = 0;
       for (int rank = 0; rank < world_size; ++rank) {
-        const RowShard shard = row_shard(rows, world_size, rank);
+        const RowRange shard = row_shard(rows, world_size, rank);
         const int64_t expected = rows / world_size + (rank < rows % world_size ? 1 : 0);
         check(shard.begin == next && shard.end - shard.begin == expected,
               "shard of rank %d of %d of %lld rows", rank, world_size,
@@ -285,7 +285,7 @@ void test_dealt_row() {
       std::vector<int> seen(static_cast<size_t>(rows), 0);
       for (int64_t index = 0; index < rows; ++index) {
         const DealtRow row = dealt_row(index, rows, world_size);
-        const RowShard shard = row_shard(rows, world_size, row.owner);
+        const RowRange shard = row_shard(rows, world_size, row.owner);
         check(row.row >= shard.begin && row.row < shard.end && row.row - row.local == shard.begin &&
                   seen[static_cast<size_t>(row.row)]++ == 0,
               "index %lld of %lld rows, world_size %d", static_cast<long long>(index),
@@ -295,7 +295,7 @@ void test_dealt_row() {
         const int64_t count = std::min<int64_t>(2 * world_size, rows - first);
         for (int64_t i = 0; i < count; ++i) {
           const DealtRow row = dealt_row(first + i, rows, world_size);
-          const RowShard slots = row_shard(count, world_size, row.owner);
+          const RowRange slots = row_shard(count, world_size, row.owner);
           const int64_t place = row.local - first / world_size;
           check(place >= 0 && place < slots.end - slots.begin, "chunk of %lld rows at %lld",
                 static_cast<long long>(count), static_cast<long long>(first));

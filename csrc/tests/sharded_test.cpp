@@ -93,7 +93,7 @@ void random_call(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   QuantMemory want_quantized(local, layout, gap);
   check(allnorm_local(&local) == ALLNORM_OK, "local: %s", allnorm_last_error());
 
-  const RowShard shard = kind < 2 ? RowShard{0, tokens} : row_shard(tokens, world_size, rank);
+  const RowRange shard = kind < 2 ? RowRange{0, tokens} : row_shard(tokens, world_size, rank);
   const int64_t own = shard.end - shard.begin;
   Matrix x = rows_of(all, rank * tokens, tokens, gap);
   Matrix own_residual = rows_of(residual, shard.begin, own, gap);
@@ -136,7 +136,7 @@ void random_gather(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   // With one rank it is a sum of one summand, which makes all NaNs alike.
   const int style = world_size == 1 ? 0 : 2;
   const Matrix all = random_matrix(random, dtype, tokens, hidden, 0, style);
-  const RowShard shard = row_shard(tokens, world_size, rank);
+  const RowRange shard = row_shard(tokens, world_size, rank);
   const int64_t own = shard.end - shard.begin;
   Matrix x = rows_of(all, shard.begin, own, random.below(3)), out(dtype, tokens, hidden);
   AllnormCall call = {};
@@ -208,7 +208,7 @@ void test_large() {
       QuantMemory want_quantized(local, QuantMemory::kColumnMajorTma, 0);
       check(allnorm_local(&local) == ALLNORM_OK, "%s", allnorm_last_error());
 
-      const RowShard shard = row_shard(tokens, world_size, rank);
+      const RowRange shard = row_shard(tokens, world_size, rank);
       check(allnorm_rows_per_chunk(world_size, 1 << 22, &call) < tokens, "one chunk holds it all");
       Matrix out(ALLNORM_BFLOAT16, tokens, hidden);
       call.x = &all.bytes[all.at(rank * tokens, 0)];
