@@ -6,7 +6,7 @@
 #   make test-engines  tests the plugins in serving engines, without GPUs; installs about 1 GB per engine
 #   make sanitize  runs C++ tests under sanitizers     make wheel    builds dist/*.whl
 #   make mutants   injects faults into the native sources, one at a time, and checks that tests fail
-#   make docs      builds the site in build/site, with references from docstrings and options
+#   make docs      builds the site in build/site, with pages from docstrings, options and heads of files
 #   make release   builds dist/*.whl for GPUs from SM 8.0 on and Linux with glibc 2.28+; takes minutes
 #   make pictures  draws docs/pictures from stored results
 #   make inplace   builds libraries into src/allnorm/lib, to run from the source tree
@@ -116,6 +116,7 @@ format: $(STAMPS)/lint
 docs: $(STAMPS)/install $(STAMPS)/docs
 	$(BIN)/python -P -m typer allnorm.cli.app utils docs --name allnorm --title "Command line" \
 	  --output docs/reference/commands.md > /dev/null
+	$(BIN)/python tools/file_table.py > docs/files.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 pictures: $(STAMPS)/install $(STAMPS)/test

@@ -1,4 +1,4 @@
-"""Writes docs/files.md: every source file with the first sentence of the file itself.
+"""Prints a page that lists every source file with the first sentence of the file itself.
 
 python tools/file_table.py [--check]
 """
@@ -7,53 +7,36 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import pathlib
 import re
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "files.md"
-FOLDERS = (
-    *("src", "csrc", "tests", "benchmarks", "examples", "tools", "cmake"),
-    *(".ci", ".github"),
-)
-COMMENT = re.compile(r"(?://|#)\s?(.*)")
-HEAD = (
-    "# Files\n\nEvery source file, with its own first sentence. "
-    "`python tools/file_table.py` writes this page; `make lint` compares it.\n"
-)
+FOLDERS = ("src", "csrc", "tests", "benchmarks", "examples", "tools", "cmake", ".ci", ".github")
+SUFFIXES = {".py", ".h", ".cuh", ".cu", ".cpp", ".cmake", ".yml"}
+DESCRIBED_BY_HEADER = {".cu", ".cpp"}
+MAX_CHARS = 240
 
 
 def first_sentence(path: pathlib.Path) -> str:
     """Returns the first sentence of a file's docstring or leading comment; empty if it has none."""
     text = path.read_text()
     if path.suffix == ".py":
-        said = ast.get_docstring(ast.parse(text)) or ""
-        return _sentence(said.split("\n\n")[0])
-    lines = []
-    for line in text.removeprefix("\N{BYTE ORDER MARK}").splitlines():
-        comment = COMMENT.fullmatch(line.strip())
-        if line.startswith("#!"):
-            continue
-        if comment is None or (
-            path.suffix not in {".sh", ".yml", ".cmake", ".txt", ""} and line.startswith("#")
-        ):
-            break
-        if not comment[1]:
-            break
-        lines.append(comment[1])
-    return _sentence("\n".join(lines))
-
-
-def _sentence(text: str) -> str:
-    words = " ".join(text.split())
+        paragraph = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+    else:
+        mark = "//" if path.suffix in {".h", ".cuh", ".cu", ".cpp"} else "#"
+        lines = (line for line in text.splitlines() if not line.startswith("#!"))
+        comment = itertools.takewhile(lambda line: re.match(rf"{mark} ?\S", line), lines)
+        paragraph = "\n".join(line.removeprefix(mark) for line in comment)
+    words = " ".join(paragraph.split())
     found = re.match(r"(.+?[.!?])(?=\s+[A-Z`0-9(]|$)", words)
-    return (found[1] if found else words).rstrip(".:").replace("|", "\\|")
+    return (found[1] if found else words).rstrip(".:").replace("|", r"\|")
 
 
-def page() -> str:
-    """Returns the contents of the page."""
+def sentences() -> dict[pathlib.Path, str]:
+    """Returns the first sentence of every source file that is not empty, sorted by path."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS],
         cwd=ROOT,
@@ -61,38 +44,50 @@ def page() -> str:
         text=True,
         check=True,
     ).stdout.split()
-    folders: dict[str, list[str]] = {}
-    for name in sorted(set(listed)):
-        path = ROOT / name
-        kinds = {".py", ".h", ".cuh", ".cu", ".cpp", ".cmake", ".yml"}
-        if not path.exists() or (path.suffix not in kinds and path.parent.name != ".ci"):
-            continue
-        sentence = first_sentence(path)
-        if sentence:
-            folders.setdefault(str(path.parent.relative_to(ROOT)), []).append(
-                f"| `{path.name}` | {sentence} |"
-            )
-    parts = [HEAD]
-    for folder, rows in sorted(folders.items()):
-        parts.append("\n".join([f"\n## {folder}\n", "| file | |", "|---|---|", *rows]) + "\n")
+    paths = [ROOT / name for name in sorted(set(listed))]
+    return {
+        path.relative_to(ROOT): first_sentence(path)
+        for path in paths
+        if (path.suffix in SUFFIXES or path.parent.name == ".ci")
+        and path.exists()
+        and path.stat().st_size
+    }
+
+
+def page(described: dict[pathlib.Path, str]) -> str:
+    """Returns the page in Markdown: one table per folder."""
+    parts = ["# Files\n\nEvery source file, with its own first sentence.\n"]
+    for folder, paths in itertools.groupby(
+        sorted(described, key=lambda path: path.parent), key=lambda path: path.parent
+    ):
+        parts.append(f"\n## {folder}\n\n| file | |\n|---|---|\n")
+        parts += [f"| `{path.name}` | {described[path]} |\n" for path in paths if described[path]]
     return "".join(parts)
 
 
+def problems(described: dict[pathlib.Path, str]) -> list[str]:
+    """Returns one line per file whose first sentence is missing or too long for a table."""
+    return [
+        f"{path}: expected a docstring or leading comment whose first sentence has at most "
+        f"{MAX_CHARS} characters, but found {len(sentence)}"
+        for path, sentence in described.items()
+        if len(sentence) > MAX_CHARS or (not sentence and path.suffix not in DESCRIBED_BY_HEADER)
+    ]
+
+
 def main() -> int:
-    """Writes the page, or compares it."""
+    """Prints the page, or only checks the first sentences."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; status 1 if it differs"
+        "--check", action="store_true", help="only check that every file has a usable sentence"
     )
-    options = parser.parse_args()
-    wanted = page()
-    if not options.check:
-        PAGE.write_text(wanted)
+    described = sentences()
+    if not parser.parse_args().check:
+        print(page(described), end="")
         return 0
-    if PAGE.exists() and PAGE.read_text() == wanted:
-        return 0
-    print("docs/files.md differs from the files: python tools/file_table.py", file=sys.stderr)
-    return 1
+    found = problems(described)
+    print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
