@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import allnorm
 from allnorm import names, reference
+from allnorm.testing import RankPool
 from allnorm.testing.rank import device
 from allnorm.verify.calls import can_run, run_cases
 from allnorm.verify.case import Case, Experts
@@ -26,9 +28,13 @@ ALGORITHMS = ("auto", *names.ALGORITHMS)
 dtype_ids = {"argvalues": DTYPES, "ids": [str(dtype)[6:] for dtype in DTYPES]}
 
 
-def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> pytest.MarkDecorator:
-    """Parametrizes a test with the fixture `pool`: CPU and GPU ranks, once per world size."""
-    return pytest.mark.parametrize(
+def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> Callable[[Any], Any]:
+    """Runs a test once per device and world size.
+
+    If the parameters of a test begin with `rank, world_size`, it runs in every rank; further
+    parameters must be picklable. Any other test gets the fixture `pool` and starts ranks itself.
+    """
+    pools = pytest.mark.parametrize(
         "pool",
         [pytest.param(("cpu", n), id=f"cpu{n}", marks=pytest.mark.world_size(n)) for n in cpu]
         + [
@@ -39,6 +45,22 @@ def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> pytest.MarkDecora
         ],
         indirect=True,
     )
+
+    def decorate(test: Any) -> Any:
+        first, *others = inspect.signature(test).parameters.values()
+        if first.name != "rank":
+            return pools(test)
+
+        @functools.wraps(test)
+        def run(pool: RankPool, **arguments: Any) -> None:
+            pool.run(test, kwargs=arguments)
+
+        pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = inspect.Signature([pool, *others[1:]])
+        test.__qualname__ += ".__wrapped__"  # the name by which ranks find it
+        return pools(run)
+
+    return decorate
 
 
 def destroy_groups(rank: int, world_size: int) -> None:

@@ -25,7 +25,8 @@ from allnorm.core import _native, fast_call
 from allnorm.testing import RankPool, assert_same_bits
 
 
-def attributes(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2, 3), gpu=(1, 2, 8))
+def test_attributes(rank: int, world_size: int) -> None:
     with allnorm.Communicator(device=device()) as c:
         assert (c.rank, c.world_size) == (rank, world_size)
         assert c.device == device()
@@ -36,11 +37,6 @@ def attributes(rank: int, world_size: int) -> None:
         assert len(set(names)) == 1, "compiled graphs hold the name: the same on every rank"
         assert isinstance(repr(c), str)
         Case().check(c)
-
-
-@on(cpu=(1, 2, 3), gpu=(1, 2, 8))
-def test_attributes(pool: RankPool) -> None:
-    pool.run(attributes)
 
 
 def defaults(rank: int, world_size: int) -> None:
@@ -54,7 +50,8 @@ def test_default_device(pool: RankPool) -> None:
     pool.run(defaults)
 
 
-def closing(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(1, 2))
+def test_closed(rank: int, world_size: int) -> None:
     case = Case((2, 64))
     with allnorm.Communicator(device=device()) as c:
         case.check(c)
@@ -75,11 +72,6 @@ def closing(rank: int, world_size: int) -> None:
     with allnorm.Communicator(device=device()) as second:
         assert second.name != c.name
         case.check(second)
-
-
-@on(cpu=(1, 2), gpu=(1, 2))
-def test_closed(pool: RankPool) -> None:
-    pool.run(closing)
 
 
 def many_creations(rank: int, world_size: int) -> int:
@@ -124,7 +116,8 @@ def test_shared_memory_has_no_name_any_more(pool: RankPool) -> None:
         assert all(line.endswith("(deleted)") for line in lines), lines
 
 
-def interleaved(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3), gpu=(2, 3, 8))
+def test_two_communicators_interleaved(rank: int, world_size: int) -> None:
     """Incident 11: a communicator must not see the flags or data of a different one."""
     a = allnorm.Communicator(device=device())
     b = allnorm.Communicator(device=device(), workspace_bytes=1 << 20)
@@ -145,12 +138,8 @@ def interleaved(rank: int, world_size: int) -> None:
     b.close()
 
 
-@on(cpu=(2, 3), gpu=(2, 3, 8))
-def test_two_communicators_interleaved(pool: RankPool) -> None:
-    pool.run(interleaved)
-
-
-def subgroups(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3, 4), gpu=(3, 4, 8))
+def test_subgroups(rank: int, world_size: int) -> None:
     outer, inner = [0, world_size - 1], list(range(1, world_size))
     groups = [dist.new_group(ranks) for ranks in (outer, inner)]
     whole = comm()
@@ -168,12 +157,8 @@ def subgroups(rank: int, world_size: int) -> None:
     Case().check(whole)
 
 
-@on(cpu=(2, 3, 4), gpu=(3, 4, 8))
-def test_subgroups(pool: RankPool) -> None:
-    pool.run(subgroups)
-
-
-def default_numerics(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_default_numerics(rank: int, world_size: int) -> None:
     results = {}
     case = Case((8, 4096))
     arguments = {**case.norm_arguments(), "numerics": None}
@@ -184,11 +169,6 @@ def default_numerics(rank: int, world_size: int) -> None:
             assert_same_bits(results[mode], want, f"Communicator(numerics={mode!r})")
             case.but(numerics="transformers").check(c)  # the argument of a call takes precedence
     assert not torch.equal(results["rounded"], results["vllm"])
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_default_numerics(pool: RankPool) -> None:
-    pool.run(default_numerics)
 
 
 def wrong_creations(rank: int, world_size: int) -> list[str]:
@@ -398,7 +378,8 @@ def test_needs_torch_distributed() -> None:
         allnorm.Communicator(device="cpu")
 
 
-def threads(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3))
+def test_one_communicator_per_thread(rank: int, world_size: int) -> None:
     """Several threads each use their own communicator at the same time."""
     import threading
 
@@ -421,12 +402,8 @@ def threads(rank: int, world_size: int) -> None:
     assert not errors, errors
 
 
-@on(cpu=(2, 3))
-def test_one_communicator_per_thread(pool: RankPool) -> None:
-    pool.run(threads)
-
-
-def numbers(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_numbers_of_other_types(rank: int, world_size: int) -> None:
     c = comm()
     with pytest.raises(allnorm.UnsupportedError, match="hidden_size 1048576"):
         c.plan(1, 1 << 20)
@@ -434,7 +411,7 @@ def numbers(rank: int, world_size: int) -> None:
     weight = torch.ones(72, dtype=torch.bfloat16, device=device())
     expected = c.all_reduce_add_rms_norm(x, None, weight, 1e-6)
     for eps in (np.float32(1e-6), np.float64(1e-6)):
-        found = c.all_reduce_add_rms_norm(x, None, weight, eps)  # type: ignore[arg-type]
+        found = c.all_reduce_add_rms_norm(x, None, weight, eps)
         assert_same_bits(found[0], expected[0], "normed")
     with pytest.raises(ValueError, match="device='nowhere'"):
         allnorm.Communicator(device="nowhere")
@@ -443,11 +420,7 @@ def numbers(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_numbers_of_other_types(pool: RankPool) -> None:
-    pool.run(numbers)
-
-
-def positions(rank: int, world_size: int) -> None:
+def test_positions_and_defaults(rank: int, world_size: int) -> None:
     """`quant` and `return_normed` by position, and the default: as the documented signature."""
     c = comm()
     case = Case((3, 256))
@@ -462,8 +435,3 @@ def positions(rank: int, world_size: int) -> None:
     with allnorm.Communicator(device=c.device, numerics="vllm") as other:
         out = other.all_reduce_add_rms_norm_quant(x, residual, weight, 1e-6)
         case.but(quant=allnorm.Fp8PerGroup(128), numerics="vllm").compare(other, *out)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_positions_and_defaults(pool: RankPool) -> None:
-    pool.run(positions)

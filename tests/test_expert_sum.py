@@ -8,10 +8,11 @@ import torch
 from rank_helpers import Case, Experts, comm, device, message_of, on
 
 import allnorm
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_torch_compile(rank: int, world_size: int) -> None:
     c = comm()
 
     def program(rows: Any, weights: Any, index: Any, shared: Any, residual: Any, w: Any) -> Any:
@@ -43,12 +44,8 @@ def compiled(rank: int, world_size: int) -> None:
             assert_same_bits(one, other, f"{tokens} tokens")
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_torch_compile(pool: RankPool) -> None:
-    pool.run(compiled)
-
-
-def refuse(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(2,))
+def test_refusals(rank: int, world_size: int) -> None:
     c = comm()
     case = Case((2, 64))
     rows, residual, weight = case.but(shape=(5, 64)).x(rank), case.residual_tensor(), case.weight()
@@ -108,8 +105,3 @@ def refuse(rank: int, world_size: int) -> None:
 def _share(call: Any, residual: torch.Tensor) -> Any:
     shared = residual.clone()
     return call(shared=shared, out=shared)
-
-
-@on(cpu=(1, 2), gpu=(2,))
-def test_refusals(pool: RankPool) -> None:
-    pool.run(refuse)

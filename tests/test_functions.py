@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import allnorm
 from allnorm import functions, reference
-from allnorm.testing import RankPool, assert_same_bits, run_ranks
+from allnorm.testing import assert_same_bits, run_ranks
 from allnorm.testing.rank import device
 
 CASES = (
@@ -30,7 +30,8 @@ CASES = (
 )
 
 
-def call_functions(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2, 3), gpu=(2,))
+def test_functions(rank: int, world_size: int) -> None:
     c = allnorm.Communicator.for_group(device=device())
     for _ in range(4):
         for case in CASES:
@@ -51,11 +52,6 @@ def call_functions(rank: int, world_size: int) -> None:
     assert "expected a torch.Tensor" in message_of(TypeError, lambda: allnorm.all_reduce([1.0]))
 
 
-@on(cpu=(1, 2, 3), gpu=(2,))
-def test_functions(pool: RankPool) -> None:
-    pool.run(call_functions)
-
-
 @pytest.mark.parametrize(
     "name",
     ["all_reduce", "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_quant", "all_gather_rows"],
@@ -67,7 +63,8 @@ def test_functions_take_what_methods_take(name: str) -> None:
     assert [str(p) for p in function.values()] == [str(p) for p in list(method.values())[1:]]
 
 
-def compile_functions(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_compiled_functions(rank: int, world_size: int) -> None:
     """Compiles one graph, which looks up the communicator of its group when it runs."""
     group = dist.new_group(list(range(world_size)))
     case = Case((3, 64), sharded=True)
@@ -92,12 +89,9 @@ def compile_functions(rank: int, world_size: int) -> None:
     made.close()
 
 
-@on(cpu=(2,))
-def test_compiled_functions(pool: RankPool) -> None:
-    pool.run(compile_functions, timeout=120.0)
-
-
-def compiled_beside_another(rank: int, world_size: int, closes: bool) -> None:
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
+@on(cpu=(2,), gpu=(2,))
+def test_compiled_beside_another(rank: int, world_size: int, closes: bool) -> None:
     """A traced call uses the group's own communicator, even if the group has or had others."""
     group = dist.new_group(list(range(world_size)))
     case = Case((3, 64))
@@ -118,13 +112,8 @@ def compiled_beside_another(rank: int, world_size: int, closes: bool) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
-@on(cpu=(2,), gpu=(2,))
-def test_compiled_beside_another(pool: RankPool, closes: bool) -> None:
-    pool.run(compiled_beside_another, closes)
-
-
-def find_communicators(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(2,))
+def test_for_group(rank: int, world_size: int) -> None:
     for_group = allnorm.Communicator.for_group
     group = dist.new_group(list(range(world_size)))
     first = for_group(group, device())
@@ -159,11 +148,7 @@ def find_communicators(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(1, 2), gpu=(2,))
-def test_for_group(pool: RankPool) -> None:
-    pool.run(find_communicators)
-
-
-def destroy_groups(rank: int, world_size: int) -> None:
+def test_communicators_end_with_their_groups(rank: int, world_size: int) -> None:
     """The communicator of a group is closed with it, and a new group has a new one."""
     kept = []
     for _ in range(2):
@@ -183,12 +168,8 @@ def destroy_groups(rank: int, world_size: int) -> None:
     assert kept[0] is not kept[1]
 
 
-@on(cpu=(1, 2), gpu=(2,))
-def test_communicators_end_with_their_groups(pool: RankPool) -> None:
-    pool.run(destroy_groups)
-
-
-def use_meshes(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_device_meshes(rank: int, world_size: int) -> None:
     kind = device().type
     mesh = init_device_mesh(kind, (world_size,))
     with allnorm.Communicator(mesh, device()) as c:
@@ -204,11 +185,6 @@ def use_meshes(rank: int, world_size: int) -> None:
     text = message_of(ValueError, lambda: allnorm.Communicator(both, device()))
     assert "2 dimensions, ('dp', 'tp')" in text
     assert "mesh['tp']" in text
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_device_meshes(pool: RankPool) -> None:
-    pool.run(use_meshes)
 
 
 def leave_it_open(rank: int, world_size: int) -> int:

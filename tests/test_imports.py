@@ -54,14 +54,14 @@ def loaded_for_commands() -> list[str]:
 def loaded_by_bench(rank: int, world_size: int, job: object) -> list[str]:
     from allnorm.bench import run
 
-    assert run.run(rank, world_size, job)  # type: ignore[arg-type]
+    assert run.run(rank, world_size, job)
     return loaded_for_commands()
 
 
 def loaded_by_verify(rank: int, world_size: int, job: object) -> list[str]:
     from allnorm.verify import run
 
-    assert run.run(rank, world_size, job)  # type: ignore[arg-type]
+    assert run.run(rank, world_size, job)
     return loaded_for_commands()
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import allnorm
 from allnorm import reference
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 QUANT = (
     "str quant_kind, int group_size, str scale_layout, str scale_format, Tensor? static_scale, "
@@ -59,7 +59,8 @@ def test_schema(name: str) -> None:
     assert not op._schema.is_mutable
 
 
-def raw_ops(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(1, 2))
+def test_raw_ops(rank: int, world_size: int) -> None:
     c = comm()
     case = Case((3, 4, 264), numerics="vllm", weight_bias=1.0)
     x, a = case.x(rank), case.norm_arguments()
@@ -78,12 +79,8 @@ def raw_ops(rank: int, world_size: int) -> None:
     case.check(c)
 
 
-@on(cpu=(1, 2), gpu=(1, 2))
-def test_raw_ops(pool: RankPool) -> None:
-    pool.run(raw_ops)
-
-
-def opcheck_all(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_opcheck(rank: int, world_size: int) -> None:
     c = comm()
     case = Case((3, 64))
     x, a = case.x(rank), case.norm_arguments()
@@ -96,11 +93,6 @@ def opcheck_all(rank: int, world_size: int) -> None:
     for first, residual in ((x, a["residual"]), (x, None), (wide, wide.clone())):
         torch.library.opcheck(fused, (first, residual, *norm, c.name))
         torch.library.opcheck(local, (first, residual, *norm))
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_opcheck(pool: RankPool) -> None:
-    pool.run(opcheck_all)
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -124,7 +116,9 @@ def test_fakes(where: str, dtype: torch.dtype) -> None:
             assert result.device.type == where
 
 
-def compiled(rank: int, world_size: int, backend: str) -> None:
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_fullgraph(rank: int, world_size: int, backend: str) -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -160,12 +154,7 @@ def compiled(rank: int, world_size: int, backend: str) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compile_fullgraph(pool: RankPool, backend: str) -> None:
-    pool.run(compiled, backend)
-
-
-def compiled_after_close(rank: int, world_size: int) -> None:
+def test_compiled_graph_after_close(rank: int, world_size: int) -> None:
     """A compiled graph names its communicator in the error after that was closed."""
     c = allnorm.Communicator(device=device())
     name = c.name
@@ -182,11 +171,7 @@ def compiled_after_close(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_compiled_graph_after_close(pool: RankPool) -> None:
-    pool.run(compiled_after_close)
-
-
-def compiled_dynamic(rank: int, world_size: int) -> None:
+def test_dynamic_number_of_tokens(rank: int, world_size: int) -> None:
     c = comm()
     graphs = 0
 
@@ -207,8 +192,3 @@ def compiled_dynamic(rank: int, world_size: int) -> None:
         case.compare(c, *fast(x, a["residual"], a["weight"]))
     torch._dynamo.reset()
     assert graphs == 1, "one graph serves every number of tokens"
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_dynamic_number_of_tokens(pool: RankPool) -> None:
-    pool.run(compiled_dynamic)

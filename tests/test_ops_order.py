@@ -61,7 +61,9 @@ def every_call(c: allnorm.Communicator, x: torch.Tensor, w: torch.Tensor) -> lis
     return out
 
 
-def unused(rank: int, world_size: int, backend: str) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_without_use_is_kept(rank: int, world_size: int, backend: str) -> None:
     """Rank 1 does not use any result."""
     c, (x, w) = comm(), inputs(rank)
 
@@ -82,11 +84,7 @@ def unused(rank: int, world_size: int, backend: str) -> None:
 
 @on(cpu=(2,))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_call_without_use_is_kept(pool: RankPool, backend: str) -> None:
-    pool.run(unused, backend, timeout=60.0)
-
-
-def alike(rank: int, world_size: int, backend: str) -> None:
+def test_calls_that_are_alike_stay_two(rank: int, world_size: int, backend: str) -> None:
     """Calls twice with the same tensors; passes must not merge the calls on any rank.
 
     Only rank 0 returns both results. In training graphs, AOTAutograd merges equal nodes and
@@ -111,19 +109,15 @@ def alike(rank: int, world_size: int, backend: str) -> None:
     check_in_step(c, rank)
 
 
-@on(cpu=(2,))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_calls_that_are_alike_stay_two(pool: RankPool, backend: str) -> None:
-    pool.run(alike, backend, timeout=60.0)
-
-
 def calls_made_by(c: allnorm.Communicator, make: Any) -> Any:
     """Replaces the function by which the operators make a communicator's calls by `make`."""
     dispatcher = mock.Mock(call=make)
     return mock.patch.dict(allnorm.core.registry.dispatchers(), {(c.name, False): dispatcher})
 
 
-def moved(rank: int, world_size: int, fusion: bool) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("fusion", [False, True], ids=["plain", "with the pass"])
+def test_calls_are_not_moved(rank: int, world_size: int, fusion: bool) -> None:
     """Gives Inductor a reason to run small calls first, to save memory, on rank 0 only."""
     c, (x, _) = comm(), inputs(rank)
     big = Case((512, HIDDEN), torch.float32).x(rank)
@@ -153,12 +147,7 @@ def moved(rank: int, world_size: int, fusion: bool) -> None:
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("fusion", [False, True], ids=["plain", "with the pass"])
-def test_calls_are_not_moved(pool: RankPool, fusion: bool) -> None:
-    pool.run(moved, fusion, timeout=60.0)
-
-
-def exported(rank: int, world_size: int) -> None:
+def test_export_and_make_fx_keep_calls(rank: int, world_size: int) -> None:
     """Checks torch.export with passes over its graphs, and make_fx."""
     c, (x, w) = comm(), inputs(rank)
 
@@ -180,11 +169,6 @@ def exported(rank: int, world_size: int) -> None:
     assert len(calls) == 6
     traced(x, w)
     check_in_step(c, rank)
-
-
-@on(cpu=(2,))
-def test_export_and_make_fx_keep_calls(pool: RankPool) -> None:
-    pool.run(exported, timeout=60.0)
 
 
 # ---- fakes and caches ----------------------------------------------------------------------------
@@ -223,7 +207,7 @@ def shards(rank: int, world_size: int, folder: str) -> None:
 
 @on(cpu=(2,))
 def test_caches_know_the_shard(pool: RankPool, tmp_path: Any) -> None:
-    pool.run(shards, str(tmp_path), timeout=60.0)
+    pool.run(shards, str(tmp_path))
 
 
 def test_fakes_depend_on_their_arguments_only() -> None:
@@ -242,7 +226,8 @@ def test_fakes_depend_on_their_arguments_only() -> None:
         assert four[2].shape == (2, HIDDEN)
 
 
-def wrong_rows(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_rows_of_another_rank(rank: int, world_size: int) -> None:
     """A graph that a different rank traced raises an error, and its peers do not wait for it."""
     c, (x, w) = comm(), inputs(rank, 5)
     operator, norm = torch.ops.allnorm.all_reduce_add_rms_norm, (1e-6, 0.0, "rounded", c.name)
@@ -255,11 +240,6 @@ def wrong_rows(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="residual_rows=4: expected 5"):
         call(False, 4)
     check_in_step(c, rank)
-
-
-@on(cpu=(2,))
-def test_rows_of_another_rank(pool: RankPool) -> None:
-    pool.run(wrong_rows)
 
 
 # ---- tracers see the operators -------------------------------------------------------------------
@@ -296,7 +276,8 @@ def test_tracers_see_operators(pool: RankPool) -> None:
     pool.run(traced)
 
 
-def given(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_memory_and_algorithm_are_traced(rank: int, world_size: int) -> None:
     """Checks `algorithm` and preallocated results, which may be inputs."""
     c, (x, w) = comm(), inputs(rank, 5)
     lo, hi = c.row_shard(5)
@@ -340,12 +321,9 @@ def given(rank: int, world_size: int) -> None:
     check_in_step(c, rank)
 
 
+@pytest.mark.slow
 @on(cpu=(2,))
-def test_memory_and_algorithm_are_traced(pool: RankPool) -> None:
-    pool.run(given)
-
-
-def in_place(rank: int, world_size: int) -> None:
+def test_results_in_place_by_inductor(rank: int, world_size: int) -> None:
     """Compiles in-place calls as engines make them: residual and input are overwritten."""
     c, (x, w) = comm(), inputs(rank)
 
@@ -364,13 +342,8 @@ def in_place(rank: int, world_size: int) -> None:
     check_in_step(c, rank)
 
 
-@pytest.mark.slow
 @on(cpu=(2,))
-def test_results_in_place_by_inductor(pool: RankPool) -> None:
-    pool.run(in_place, timeout=120.0)  # Inductor calls the C++ compiler
-
-
-def refused(rank: int, world_size: int) -> None:
+def test_wrong_memory_is_refused_by_tracers(rank: int, world_size: int) -> None:
     """Wrong arguments are refused while tracing, on every rank, before any call."""
     c, (x, w) = comm(), inputs(rank, 5)
     wrong: dict[str, Callable[[], Any]] = {
@@ -388,11 +361,6 @@ def refused(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError if "dtype" not in words else TypeError, match=words):
             make_fx(call)()
     check_in_step(c, rank)
-
-
-@on(cpu=(2,))
-def test_wrong_memory_is_refused_by_tracers(pool: RankPool) -> None:
-    pool.run(refused)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -419,7 +387,8 @@ def operator_calls(
     }  # fmt: skip
 
 
-def gradients(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_gradients_are_refused(rank: int, world_size: int) -> None:
     c, (x, w) = comm(), inputs(rank)
     tensors = (x, torch.ones_like(x), w)
     for name, call in operator_calls(c).items():
@@ -440,8 +409,3 @@ def gradients(rank: int, world_size: int) -> None:
     with torch.no_grad():
         assert not compile_alone(c.all_reduce, "aot_eager")(x).requires_grad
     check_in_step(c, rank)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_gradients_are_refused(pool: RankPool) -> None:
-    pool.run(gradients)

@@ -16,7 +16,7 @@ import allnorm
 from allnorm import quant as quants
 from allnorm import reference
 from allnorm.quant import Quant
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 FP8 = torch.float8_e4m3fn
 GROUPS = [
@@ -32,7 +32,8 @@ def specs(where: torch.device | str) -> list[Quant]:
     return [*GROUPS, allnorm.Fp8PerToken(), static]
 
 
-def raw_ops(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(1, 2))
+def test_raw_ops(rank: int, world_size: int) -> None:
     c = comm()
     for spec, normed, sharded in itertools.product(specs(device()), (False, True), (False, True)):
         case = Case((3, 5, 64), numerics="vllm", quant=spec, sharded=sharded, return_normed=normed)
@@ -60,17 +61,13 @@ def raw_ops(rank: int, world_size: int) -> None:
         )
 
 
-@on(cpu=(1, 2), gpu=(1, 2))
-def test_raw_ops(pool: RankPool) -> None:
-    pool.run(raw_ops)
-
-
 def rows_of(c: allnorm.Communicator, num_tokens: int) -> int:
     lo, hi = c.row_shard(num_tokens)
     return hi - lo
 
 
-def opcheck_all(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_opcheck(rank: int, world_size: int) -> None:
     c = comm()
     fused = torch.ops.allnorm.all_reduce_add_rms_norm_quant.default
     for tokens, spec, normed, sharded in (
@@ -97,11 +94,6 @@ def opcheck_all(rank: int, world_size: int) -> None:
         torch.library.opcheck(plain, arguments)
     gather = torch.ops.allnorm.all_gather_rows.default
     torch.library.opcheck(gather, (a["residual"], 5, c.name))
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_opcheck(pool: RankPool) -> None:
-    pool.run(opcheck_all)
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -169,7 +161,9 @@ def block(c: allnorm.Communicator, static: torch.Tensor) -> Any:
     return run
 
 
-def compiled(rank: int, world_size: int, backend: str) -> None:
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile_fullgraph(rank: int, world_size: int, backend: str) -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -189,13 +183,8 @@ def compiled(rank: int, world_size: int, backend: str) -> None:
         torch._dynamo.reset()
 
 
-@on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compile_fullgraph(pool: RankPool, backend: str) -> None:
-    pool.run(compiled, backend)
-
-
-def compiled_dynamic(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3), gpu=(2,))
+def test_dynamic_number_of_tokens(rank: int, world_size: int) -> None:
     """One graph works for every number of rows, also sharded and quantized."""
     c = comm()
     graphs = 0
@@ -231,12 +220,8 @@ def compiled_dynamic(rank: int, world_size: int) -> None:
     assert graphs == 1
 
 
-@on(cpu=(2, 3), gpu=(2,))
-def test_dynamic_number_of_tokens(pool: RankPool) -> None:
-    pool.run(compiled_dynamic)
-
-
-def compiled_refusals(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_compiled_refusals(rank: int, world_size: int) -> None:
     """Arguments that eager calls refuse are refused when the graph is traced or runs."""
     c = comm()
     case = Case((4, 64))
@@ -254,8 +239,3 @@ def compiled_refusals(rank: int, world_size: int) -> None:
             fast(x, w)
         torch._dynamo.reset()
     case.check(c)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_compiled_refusals(pool: RankPool) -> None:
-    pool.run(compiled_refusals)

@@ -10,10 +10,11 @@ from rank_helpers import Case, comm, device, message_of, on
 
 import allnorm
 from allnorm import reference
-from allnorm.testing import RankPool, assert_same_bits, rank_input, shared_input
+from allnorm.testing import assert_same_bits, rank_input, shared_input
 
 
-def repeat(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(1, 2))
+def test_repeated_calls(rank: int, world_size: int) -> None:
     """Repeats calls with weights at new addresses, given or new results, and other calls."""
     c = comm()
     x, residual = rank_input((4, 264), torch.bfloat16, rank), Case((4, 264)).residual_tensor()
@@ -57,12 +58,9 @@ def repeat(rank: int, world_size: int) -> None:
     c.check()
 
 
-@on(cpu=(1, 2), gpu=(1, 2))
-def test_repeated_calls(pool: RankPool) -> None:
-    pool.run(repeat)
-
-
-def compiled(rank: int, world_size: int, dynamic: bool) -> None:
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_torch_compile(rank: int, world_size: int, dynamic: bool) -> None:
     c = comm()
 
     def program(x: Any, residual: Any, weight: Any, post: Any) -> Any:
@@ -86,13 +84,8 @@ def compiled(rank: int, world_size: int, dynamic: bool) -> None:
             assert_same_bits(one, other, f"{tokens} tokens")
 
 
-@on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_torch_compile(pool: RankPool, dynamic: bool) -> None:
-    pool.run(compiled, dynamic)
-
-
-def refuse(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(2,))
+def test_refusals(rank: int, world_size: int) -> None:
     c = comm()
     case = Case((2, 64))
     x, residual, weight = case.x(rank), case.residual_tensor(), case.weight()
@@ -138,8 +131,3 @@ def refuse(rank: int, world_size: int) -> None:
     got, want = call(scale=1), call()
     assert_same_bits(got[0], want[0], "scale=1")
     c.check()
-
-
-@on(cpu=(1, 2), gpu=(2,))
-def test_refusals(pool: RankPool) -> None:
-    pool.run(refuse)

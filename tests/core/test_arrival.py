@@ -71,7 +71,7 @@ def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(group: ThreadGroup, seconds: float, value: Any, steps: int = 2) -> list[Any]:
-    with Rendezvous(group, seconds) as meeting:  # type: ignore[arg-type]
+    with Rendezvous(group, seconds) as meeting:
         found = [meeting.agree(lambda: (meeting.name, value), "testing") for _ in range(steps)]
         return found[-1]
 
@@ -152,8 +152,8 @@ def test_meetings_leave_one_entry_per_rank(kind: str, tmp_path: Any) -> None:
 
     def many(group: ThreadGroup) -> int:
         for number in range(20):
-            with Rendezvous(group, WAIT_SECONDS) as meeting:  # type: ignore[arg-type]
-                meeting.agree(lambda n=number: n, "testing")  # type: ignore[misc]
+            with Rendezvous(group, WAIT_SECONDS) as meeting:
+                meeting.agree(lambda n=number: n, "testing")
                 if group.rank:
                     meeting.part([1, 2]).agree(lambda: None, "testing a part")
                 meeting.agree(lambda: None, "testing")

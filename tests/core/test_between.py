@@ -106,16 +106,18 @@ def several(
 def test_threads_with_a_communicator_each(
     pool: RankPool, islands: Sequence[Any], algorithms: Sequence[str]
 ) -> None:
-    pool.run(several, islands, algorithms, 60, timeout=300)
+    pool.run(several, islands, algorithms, 60)
 
 
 @on(cpu=(4,))
 def test_threads_over_islands_and_ranks_that_have_none(pool: RankPool) -> None:
     uneven = ((0, 1, 2), (3,))
-    pool.run(several, (PAIRS, uneven, PAIRS, "auto"), ("auto", "unfused"), 25, timeout=300)
+    pool.run(several, (PAIRS, uneven, PAIRS, "auto"), ("auto", "unfused"), 25)
 
 
-def beside_collectives(rank: int, world_size: int, islands: Any, algorithm: str) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize(("islands", "algorithm"), [("auto", "unfused"), (APART, "auto")])
+def test_collectives_of_the_user(rank: int, world_size: int, islands: Any, algorithm: str) -> None:
     """The user's collectives over the same group, from a thread, and some that are not awaited."""
     c = allnorm.Communicator(device=device(), islands=islands, timeout=120)
     pauses = random.Random(rank)
@@ -151,12 +153,7 @@ def beside_collectives(rank: int, world_size: int, islands: Any, algorithm: str)
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize(("islands", "algorithm"), [("auto", "unfused"), (APART, "auto")])
-def test_collectives_of_the_user(pool: RankPool, islands: Any, algorithm: str) -> None:
-    pool.run(beside_collectives, islands, algorithm, timeout=300)
-
-
-def make_of_own_groups(rank: int, world_size: int) -> None:
+def test_threads_with_a_group_each(rank: int, world_size: int) -> None:
     """Two threads make the communicators of two groups, on each rank another one first."""
     groups = [dist.new_group(range(world_size)) for _ in range(2)]
     with mock.patch.dict(os.environ, {"ALLNORM_TIMEOUT_SECONDS": "20"}):
@@ -172,11 +169,6 @@ def make_of_own_groups(rank: int, world_size: int) -> None:
             return calls
 
         in_threads([body(number) for number in range(2)])
-
-
-@on(cpu=(2,))
-def test_threads_with_a_group_each(pool: RankPool) -> None:
-    pool.run(make_of_own_groups, timeout=120)
 
 
 def make_at_the_same_time(rank: int, world_size: int) -> list[str]:
@@ -200,7 +192,7 @@ def make_at_the_same_time(rank: int, world_size: int) -> list[str]:
 @on(cpu=(2,))
 def test_threads_that_make_communicators_of_one_group(pool: RankPool) -> None:
     """Ranks would pair those of different threads."""
-    found = pool.run(make_at_the_same_time, timeout=120)
+    found = pool.run(make_at_the_same_time)
     for seen in found:
         assert any("two threads of this process" in text for text in seen), found
         assert seen.count("made") == found[0].count("made") < 2
@@ -209,7 +201,8 @@ def test_threads_that_make_communicators_of_one_group(pool: RankPool) -> None:
 # ---- the first unfused call ----------------------------------------------------------------------
 
 
-def connects_when_needed(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_nothing_is_connected_before_an_unfused_call(rank: int, world_size: int) -> None:
     with mock.patch.object(connection, "GroupExchange", side_effect=AssertionError("not needed")):
         c = allnorm.Communicator(device=device(), timeout=60)
         CASES[0].check(c)
@@ -217,11 +210,6 @@ def connects_when_needed(rank: int, world_size: int) -> None:
     for case in CASES:
         case.but(algorithm="unfused").check(c)
     c.close()
-
-
-@on(cpu=(2,))
-def test_nothing_is_connected_before_an_unfused_call(pool: RankPool) -> None:
-    pool.run(connects_when_needed, timeout=120)
 
 
 def cannot_connect(rank: int, world_size: int) -> str:
@@ -247,7 +235,7 @@ own_store = connection.own_store
 
 @on(cpu=(3,))
 def test_a_rank_that_cannot_connect_is_named_by_all(pool: RankPool) -> None:
-    for text in pool.run(cannot_connect, timeout=120):
+    for text in pool.run(cannot_connect):
         assert "rank 1: OSError: no more file descriptors" in text
         assert "Nothing was computed" in text
 
@@ -281,21 +269,21 @@ def interrupted_connecting(rank: int, world_size: int, how: str) -> tuple[str, i
 
 @on(cpu=(3,))
 def test_a_rank_that_dies_while_it_connects(pool: RankPool) -> None:
-    found = pool.run(interrupted_connecting, "dies", may_die=[1], timeout=120)
+    found = pool.run(interrupted_connecting, "dies", may_die=[1])
     assert [found[0], found[2]] == [("PeerDiedError", 1)] * 2
 
 
 @on(cpu=(3,))
 def test_a_rank_that_stands_still_while_it_connects(pool: RankPool) -> None:
     """Nobody knows who it is: all wait for all. The deadline decides, or that of gloo."""
-    found = pool.run(interrupted_connecting, "stands still", timeout=120)
+    found = pool.run(interrupted_connecting, "stands still")
     kinds = {"PeerTimeoutError", "PeerLeftError", "AllnormError"}
     assert {kind for kind, _ in found} <= kinds, found
 
 
 @on(cpu=(3,))
 def test_a_communicator_that_is_closed_while_it_connects(pool: RankPool) -> None:
-    found = pool.run(interrupted_connecting, "closes", timeout=120)
+    found = pool.run(interrupted_connecting, "closes")
     assert found[1][0] == "CommunicatorClosedError"
     assert [found[0], found[2]] == [("PeerLeftError", 1)] * 2
 
@@ -342,7 +330,7 @@ def cross(rank: int, world_size: int, how: str, algorithm: str) -> list[str]:
 )
 def test_threads_that_call_at_the_same_time(pool: RankPool, how: str, algorithm: str) -> None:
     """Their order differs from rank to rank: refused, by all ranks and in words."""
-    for seen in pool.run(cross, how, algorithm, timeout=300):
+    for seen in pool.run(cross, how, algorithm):
         assert len(seen) == 3
         for text in seen:
             assert "at the same time" in text
@@ -351,6 +339,6 @@ def test_threads_that_call_at_the_same_time(pool: RankPool, how: str, algorithm:
 
 @on(cpu=(2,))
 def test_threads_over_islands_that_call_at_the_same_time(pool: RankPool) -> None:
-    for seen in pool.run(cross, "methods", "hierarchical", timeout=300):
+    for seen in pool.run(cross, "methods", "hierarchical"):
         assert len(seen) == 3
         assert all("at the same time" in text for text in seen), seen

@@ -166,21 +166,21 @@ def test_a_row_alone_equals_the_row_in_a_batch(pool: RankPool) -> None:
         pool.run(rows_alone, case)
 
 
-def wrapping(rank: int, world_size: int, first_op: int) -> None:
+@on(cpu=(2, 3), gpu=(2, 8))
+@pytest.mark.parametrize("first_op", [2**31 - 9, 2**32 - 9])
+def test_operation_counter_wraps(rank: int, world_size: int, first_op: int) -> None:
+    """Signed comparison changes sign at 2**31, the number itself at 2**32."""
     c = comm(first_op=first_op)
     cases = [Case((3, 256), algorithm=name, call=n) for n in range(12) for name in AUTO[1:3]]
     assert_right(*run_cases(c, cases))
 
 
-@on(cpu=(2, 3), gpu=(2, 8))
-@pytest.mark.parametrize("first_op", [2**31 - 9, 2**32 - 9])
-def test_operation_counter_wraps(pool: RankPool, first_op: int) -> None:
-    """Signed comparison changes sign at 2**31, the number itself at 2**32."""
-    pool.run(wrapping, first_op)
+@on(cpu=(2,), gpu=(2,))
+def test_every_mean_square(rank: int, world_size: int) -> None:
+    """The exchange kernels multiply where the local kernel divides; both must round alike.
 
-
-def mean_squares(rank: int, world_size: int) -> None:
-    """x is (a, b, 0, 0): with b of no, one or two units of the last place of the square of a."""
+    x is (a, b, 0, 0). Small b adds zero, one or two units in the last place to the square of a.
+    """
     c = comm()
     chunk, step = (1 << 20, 1) if device().type == "cuda" else (1 << 14, 509)
     weight = torch.ones(4, device=device())
@@ -195,9 +195,3 @@ def mean_squares(rank: int, world_size: int) -> None:
             )
             for mine, wanted in zip(got, divided, strict=True):
                 assert_same_bits(mine, wanted, f"from {begin:#x} on, b = {b}")
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_every_mean_square(pool: RankPool) -> None:
-    """The exchange kernels divide by nothing, the local kernel does: on GPUs every significand."""
-    pool.run(mean_squares)

@@ -257,7 +257,7 @@ def assert_compared(field: str, found: list[list[str | None]]) -> None:
 def test_a_field_of_one_rank(pool: RankPool, algorithm: str, sharded: bool, field: str) -> None:
     if sharded and algorithm == "one_shot":
         pytest.skip("a sharded residual goes by two_shot")
-    assert_compared(field, pool.run(diverge, field, algorithm, sharded, "auto", timeout=300))
+    assert_compared(field, pool.run(diverge, field, algorithm, sharded, "auto"))
 
 
 @on(cpu=(2, 4))
@@ -266,7 +266,7 @@ def test_a_field_of_one_rank(pool: RankPool, algorithm: str, sharded: bool, fiel
 def test_a_field_of_one_rank_over_islands(pool: RankPool, sharded: bool, field: str) -> None:
     islands = ALONE if pool.world_size == 2 else PAIRS
     for algorithm in ("hierarchical",) if pool.world_size == 4 else ("hierarchical", "unfused"):
-        assert_compared(field, pool.run(diverge, field, algorithm, sharded, islands, timeout=300))
+        assert_compared(field, pool.run(diverge, field, algorithm, sharded, islands))
 
 
 def take_for_rows(rank: int, world_size: int) -> str:
@@ -281,7 +281,7 @@ def take_for_rows(rank: int, world_size: int) -> str:
 
 @on(cpu=(2, 3))
 def test_an_announcement_is_not_taken_for_rows(pool: RankPool) -> None:
-    for text in pool.run(take_for_rows, timeout=300):
+    for text in pool.run(take_for_rows):
         assert "op is " in text
         assert "all_reduce of 8x64 float32 by unfused" in text
         assert f"all_gather_rows of {pool.world_size}x{2 * channel.WORDS} float32" in text
@@ -299,7 +299,7 @@ def wait_for_peer(rank: int, world_size: int) -> str:
 
 @on(cpu=(2,))
 def test_a_wait_names_the_call_and_not_that_of_the_channel(pool: RankPool) -> None:
-    text = pool.run(wait_for_peer, timeout=300)[0]
+    text = pool.run(wait_for_peer)[0]
     assert "Expected operation 0: all_reduce of 8x64 float32 by unfused" in text
 
 

@@ -116,7 +116,8 @@ class Site:
         return case, *map(snapshot, self.results)
 
 
-def replays(rank: int, world_size: int) -> None:
+@on(gpu=range(2, 9))
+def test_replay_with_new_inputs(rank: int, world_size: int) -> None:
     c = comm()
     for algorithm in ("one_shot", "two_shot", "auto"):
         for case in (
@@ -136,12 +137,8 @@ def replays(rank: int, world_size: int) -> None:
                 assert_ranks_agree(c, normed, total)
 
 
-@on(gpu=range(2, 9))
-def test_replay_with_new_inputs(pool: RankPool) -> None:
-    pool.run(replays)
-
-
-def early_launches(rank: int, world_size: int) -> None:
+@on(gpu=[1, 2])
+def test_calls_begin_early(rank: int, world_size: int) -> None:
     """A call begins before the kernel before it has ended.
 
     Behind another call, and behind what was launched as a dependent itself, as a dependent.
@@ -181,12 +178,8 @@ def early_launches(rank: int, world_size: int) -> None:
     del graph
 
 
-@on(gpu=[1, 2])
-def test_calls_begin_early(pool: RankPool) -> None:
-    pool.run(early_launches)
-
-
-def quantized_replays(rank: int, world_size: int) -> None:
+@on(gpu=range(2, 9))
+def test_replays_of_quantized_and_sharded_calls(rank: int, world_size: int) -> None:
     """Quantized and sharded calls in graphs, eager ones of other shapes between."""
     c = comm()
     sites = [
@@ -211,12 +204,8 @@ def quantized_replays(rank: int, world_size: int) -> None:
         assert_ranks_agree(c, *ran.agreed(results))
 
 
-@on(gpu=range(2, 9))
-def test_replays_of_quantized_and_sharded_calls(pool: RankPool) -> None:
-    pool.run(quantized_replays)
-
-
-def changing_scale(rank: int, world_size: int) -> None:
+@on(gpu=(2, 3, 8))
+def test_a_given_scale_may_change_between_replays(rank: int, world_size: int) -> None:
     """A graph reads the given scale when it runs; and gathers what a sharded call has left."""
     c = comm()
     case = Case((21, 1024), sharded=True)
@@ -240,12 +229,8 @@ def changing_scale(rank: int, world_size: int) -> None:
         assert_same_bits(results[1], want.residual, "the gathered residual")
 
 
-@on(gpu=(2, 3, 8))
-def test_a_given_scale_may_change_between_replays(pool: RankPool) -> None:
-    pool.run(changing_scale)
-
-
-def first_replay(rank: int, world_size: int) -> None:
+@on(gpu=(2, 8))
+def test_first_replay_and_replay_after_idling(rank: int, world_size: int) -> None:
     """Incidents 7 and 13: no eager call before, and a long idle between."""
     with allnorm.Communicator(device=device()) as c:
         site = Site(c, Case((4, 4096)))
@@ -255,12 +240,8 @@ def first_replay(rank: int, world_size: int) -> None:
             case.compare(c, normed, total)
 
 
-@on(gpu=(2, 8))
-def test_first_replay_and_replay_after_idling(pool: RankPool) -> None:
-    pool.run(first_replay)
-
-
-def random_order(rank: int, world_size: int) -> None:
+@on(gpu=(2, 3, 8))
+def test_several_graphs_in_random_order(rank: int, world_size: int) -> None:
     c = comm()
     draw = random.Random(11)
     sites = [
@@ -277,11 +258,6 @@ def random_order(rank: int, world_size: int) -> None:
             pending.append(draw.choice(sites).replay(call))
     for case, normed, total in pending:
         case.compare(c, normed, total)
-
-
-@on(gpu=(2, 3, 8))
-def test_several_graphs_in_random_order(pool: RankPool) -> None:
-    pool.run(random_order)
 
 
 def chains(rank: int, world_size: int, length: int, early_trigger: bool) -> None:
@@ -326,7 +302,8 @@ def test_chains_of_dependent_calls(pool: RankPool, early_trigger: bool) -> None:
     pool.run(chains, 50, early_trigger)
 
 
-def with_other_kernels(rank: int, world_size: int) -> None:
+@on(gpu=(2, 8))
+def test_other_kernels_in_the_graph(rank: int, world_size: int) -> None:
     """Ordinary kernels before, between and after, in one graph."""
     c = comm()
     case = Case((17, 2880))
@@ -350,11 +327,7 @@ def with_other_kernels(rank: int, world_size: int) -> None:
 
 
 @on(gpu=(2, 8))
-def test_other_kernels_in_the_graph(pool: RankPool) -> None:
-    pool.run(with_other_kernels)
-
-
-def streams(rank: int, world_size: int) -> None:
+def test_changing_streams(rank: int, world_size: int) -> None:
     """Calls on changing streams of one communicator are ordered by it (incident 11)."""
     c = comm()
     side = [torch.cuda.Stream() for _ in range(2)]
@@ -369,11 +342,6 @@ def streams(rank: int, world_size: int) -> None:
     torch.cuda.synchronize()
     for case, normed, total in pending:
         case.compare(c, normed, total)
-
-
-@on(gpu=(2, 8))
-def test_changing_streams(pool: RankPool) -> None:
-    pool.run(streams)
 
 
 def soak(rank: int, world_size: int, seconds: float) -> int:
@@ -420,7 +388,8 @@ def test_soak(pool: RankPool) -> None:
     assert min(pool.run(soak, 20.0)) >= 50
 
 
-def replayed_after_close(rank: int, world_size: int) -> None:
+@on(gpu=(2, 4))
+def test_graphs_after_close(rank: int, world_size: int) -> None:
     """What graphs use stays, though other communicators come and go."""
     for _ in range(3):
         c = allnorm.Communicator(timeout=20, workspace_bytes=8 << 20)
@@ -438,12 +407,9 @@ def replayed_after_close(rank: int, world_size: int) -> None:
                 case.compare(c, *results)
 
 
-@on(gpu=(2, 4))
-def test_graphs_after_close(pool: RankPool) -> None:
-    pool.run(replayed_after_close)
-
-
-def reduce_overhead(rank: int, world_size: int) -> None:
+@on(gpu=[2])
+@pytest.mark.own_gpus  # NCCL broadcasts the weight
+def test_reduce_overhead(rank: int, world_size: int) -> None:
     """CUDA graph trees of torch.compile: captured, replayed with new inputs, no graph skipped."""
     import torch._dynamo.utils as dynamo_utils
 
@@ -477,12 +443,7 @@ def reduce_overhead(rank: int, world_size: int) -> None:
 
 
 @on(gpu=[2])
-@pytest.mark.own_gpus  # NCCL broadcasts the weight
-def test_reduce_overhead(pool: RankPool) -> None:
-    pool.run(reduce_overhead)
-
-
-def made_while_captured(rank: int, world_size: int) -> None:
+def test_none_is_made_while_a_graph_is_captured(rank: int, world_size: int) -> None:
     x = torch.full((4, 2880), float(rank + 1), device="cuda")
     graph = torch.cuda.CUDAGraph()
     message = "before the capture begins"
@@ -491,8 +452,3 @@ def made_while_captured(rank: int, world_size: int) -> None:
     torch.cuda.synchronize()
     with allnorm.Communicator(device=device(), timeout=60) as c:
         assert_same_bits(c.all_reduce(x), torch.full_like(x, world_size * (world_size + 1) / 2), "")
-
-
-@on(gpu=[2])
-def test_none_is_made_while_a_graph_is_captured(pool: RankPool) -> None:
-    pool.run(made_while_captured)

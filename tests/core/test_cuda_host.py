@@ -46,7 +46,7 @@ def endpoint(library: Library, workspace: Any = None) -> Endpoint:
     opened = Opened(
         *("0", 1, "0/0", lambda: None, 0, 2),
         *(torch.device("cuda", 0), datetime.timedelta(seconds=1)),
-        *(library, workspace, 1),  # type: ignore[arg-type]
+        *(library, workspace, 1),
     )
     with mock.patch("allnorm.core.endpoint.Dispatcher"):
         return Endpoint(opened, mock.Mock())

@@ -222,7 +222,8 @@ def test_refusals_of_all_reduce_and_plan(pool: RankPool) -> None:
     assert texts[0] == texts[1]
 
 
-def after_success(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_refusals_after_success(rank: int, world_size: int) -> None:
     """A good call of almost the same geometry must not open the door for a bad one."""
     c = comm()
     for algorithm, name in itertools.product(ALGORITHMS, FUSED):
@@ -236,12 +237,9 @@ def after_success(rank: int, world_size: int) -> None:
             c.all_reduce_add_rms_norm(**arguments)
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_refusals_after_success(pool: RankPool) -> None:
-    pool.run(after_success)
-
-
-def wrong_gpu(rank: int, world_size: int) -> None:
+@pytest.mark.own_gpus
+@on(gpu=(2,))
+def test_tensors_of_another_gpu(rank: int, world_size: int) -> None:
     c = comm()
     x = Case((4, H)).x(rank)
     other = f"cuda:{(rank + 1) % world_size}"
@@ -251,13 +249,8 @@ def wrong_gpu(rank: int, world_size: int) -> None:
     assert_ranks_agree(c, *Case().check(c))
 
 
-@pytest.mark.own_gpus
-@on(gpu=(2,))
-def test_tensors_of_another_gpu(pool: RankPool) -> None:
-    pool.run(wrong_gpu)
-
-
-def hidden_size_not_divisible(rank: int, world_size: int) -> None:
+@on(gpu=(2, 8))
+def test_hidden_size_not_divisible_by_a_pack(rank: int, world_size: int) -> None:
     """Feature 16: refused in words when asked for by name, unfused with the same bits otherwise."""
     c = comm()
     for dtype, hidden_size in ((torch.bfloat16, 4095), (torch.float16, 12), (torch.float32, 6)):
@@ -270,20 +263,11 @@ def hidden_size_not_divisible(rank: int, world_size: int) -> None:
                 Case((3, hidden_size), dtype, algorithm=algorithm).run(c)
 
 
-@on(gpu=(2, 8))
-def test_hidden_size_not_divisible_by_a_pack(pool: RankPool) -> None:
-    pool.run(hidden_size_not_divisible)
-
-
-def forced_on_one_rank(rank: int, world_size: int) -> None:
+@on(cpu=(1,), gpu=(1,))
+def test_one_rank_has_nothing_to_exchange(rank: int, world_size: int) -> None:
     c = comm()
     plan = c.plan(3, H, torch.bfloat16)
     assert plan.algorithm == "unfused"
     for algorithm in ("auto", "one_shot", "two_shot", "unfused"):
         for shape in ((3, H), (0, H), (2, 5)):
             Case(shape, algorithm=algorithm).check(c)
-
-
-@on(cpu=(1,), gpu=(1,))
-def test_one_rank_has_nothing_to_exchange(pool: RankPool) -> None:
-    pool.run(forced_on_one_rank)

@@ -248,7 +248,8 @@ def test_refusals_of_the_local_op(where: str) -> None:
             allnorm.add_rms_norm_quant(*arguments, **more)
 
 
-def hidden_size_not_divisible(rank: int, world_size: int) -> None:
+@on(gpu=(2, 8))
+def test_hidden_size_not_divisible_by_a_pack(rank: int, world_size: int) -> None:
     """Refused in words when asked for by name, unfused with the same bytes otherwise."""
     c = comm()
     spec = allnorm.Fp8PerToken()
@@ -260,8 +261,3 @@ def hidden_size_not_divisible(rank: int, world_size: int) -> None:
             case.check(c)
             with pytest.raises(allnorm.UnsupportedError, match=f"{hidden_size}.*unfused"):
                 case.but(algorithm="two_shot").run(c)
-
-
-@on(gpu=(2, 8))
-def test_hidden_size_not_divisible_by_a_pack(pool: RankPool) -> None:
-    pool.run(hidden_size_not_divisible)

@@ -107,7 +107,9 @@ def fields(call: Call) -> dict[str, Any]:
     return dict(zip(KEYWORDS, call.values, strict=True))
 
 
-def repeat(rank: int, world_size: int) -> None:
+@needs_library
+@on(cpu=(2, 3), gpu=(2,))
+def test_repeated_calls(rank: int, world_size: int) -> None:
     """From the third time on, and with other values at other addresses."""
     c = comm()
     for case in REPEATED:
@@ -130,12 +132,8 @@ def repeat(rank: int, world_size: int) -> None:
 
 
 @needs_library
-@on(cpu=(2, 3), gpu=(2,))
-def test_repeated_calls(pool: RankPool) -> None:
-    pool.run(repeat)
-
-
-def repeat_in_other_modes(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_calls_in_other_modes(rank: int, world_size: int) -> None:
     """An engine calls first as it loads, and then in inference mode; weights are parameters."""
     case = BASE.but(shape=(5, 2944))
     weight = torch.nn.Parameter(case.weight())
@@ -162,11 +160,7 @@ def repeat_in_other_modes(rank: int, world_size: int) -> None:
 
 @needs_library
 @on(cpu=(2,), gpu=(2,))
-def test_repeated_calls_in_other_modes(pool: RankPool) -> None:
-    pool.run(repeat_in_other_modes)
-
-
-def repeat_all_reduce(rank: int, world_size: int) -> None:
+def test_repeated_all_reduce(rank: int, world_size: int) -> None:
     c, case = comm(), BASE.but(shape=(6, 2880))
     expected = allnorm.reference.all_reduce(case.xs(world_size))
     for call in range(4):
@@ -181,11 +175,7 @@ def repeat_all_reduce(rank: int, world_size: int) -> None:
 
 @needs_library
 @on(cpu=(2,), gpu=(2,))
-def test_repeated_all_reduce(pool: RankPool) -> None:
-    pool.run(repeat_all_reduce)
-
-
-def leave_to_python(rank: int, world_size: int) -> None:
+def test_left_to_python(rank: int, world_size: int) -> None:
     c = comm()
     for case in LEFT_TO_PYTHON:
         for _ in range(4):
@@ -197,7 +187,9 @@ def leave_to_python(rank: int, world_size: int) -> None:
         assert find.called != has_rows, case
 
 
-def repeat_alone(rank: int, world_size: int) -> None:
+@needs_library
+@on(cpu=(1,), gpu=(1,))
+def test_one_rank(rank: int, world_size: int) -> None:
     """One rank exchanges nothing."""
     c = comm()
     for case in REPEATED:
@@ -214,18 +206,6 @@ def repeat_alone(rank: int, world_size: int) -> None:
             result = c.all_reduce(x)
         assert_same_bits(result, x, "the sum of one")
         assert result.data_ptr() != x.data_ptr()
-
-
-@needs_library
-@on(cpu=(1,), gpu=(1,))
-def test_one_rank(pool: RankPool) -> None:
-    pool.run(repeat_alone)
-
-
-@needs_library
-@on(cpu=(2,), gpu=(2,))
-def test_left_to_python(pool: RankPool) -> None:
-    pool.run(leave_to_python)
 
 
 def others(rank: int) -> Iterator[tuple[str, Call]]:
@@ -273,7 +253,9 @@ def others(rank: int) -> Iterator[tuple[str, Call]]:
             yield f"{field}: {value}", replace(call, **{field: value})
 
 
-def recognize(rank: int, world_size: int) -> None:
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_recognizes_nothing_else(rank: int, world_size: int) -> None:
     c = comm()
     for _ in range(3):
         BASE.check(c)
@@ -305,12 +287,6 @@ def recognize(rank: int, world_size: int) -> None:
     c.check()
 
 
-@needs_library
-@on(cpu=(2,), gpu=(2,))
-def test_recognizes_nothing_else(pool: RankPool) -> None:
-    pool.run(recognize)
-
-
 def given(rank: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Inputs of BASE, and memory for its results, anew each time."""
     x, residual, weight = inputs_of(BASE, rank)
@@ -330,7 +306,9 @@ def given(rank: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "x with rows apart, in place", strided | {"out": strided["x"]}
 
 
-def repeat_into_given(rank: int, world_size: int) -> None:
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_into_given(rank: int, world_size: int) -> None:
     """Into memory of the caller's, whichever way it lies: without Python too."""
     c, expected = comm(), BASE.expected(world_size)
     for kind in range(len(list(given(rank)))):
@@ -360,13 +338,8 @@ def repeat_into_given(rank: int, world_size: int) -> None:
         assert_same_bits(given_x, allnorm.reference.all_reduce(BASE.xs(world_size)), "in place")
 
 
-@needs_library
 @on(cpu=(2,), gpu=(2,))
-def test_repeated_into_given(pool: RankPool) -> None:
-    pool.run(repeat_into_given)
-
-
-def refuse_shared_memory(rank: int, world_size: int) -> None:
+def test_shared_memory_is_refused(rank: int, world_size: int) -> None:
     """However often it went well before, what would be overwritten is refused."""
     c = comm()
     for kind in range(2):
@@ -399,12 +372,9 @@ def refuse_shared_memory(rank: int, world_size: int) -> None:
     c.check()
 
 
+@needs_library
 @on(cpu=(2,), gpu=(2,))
-def test_shared_memory_is_refused(pool: RankPool) -> None:
-    pool.run(refuse_shared_memory)
-
-
-def take_turns(rank: int, world_size: int) -> None:
+def test_kinds_take_turns(rank: int, world_size: int) -> None:
     """More kinds of calls than are kept, and one that comes again and again."""
     c = comm()
     cases = [BASE.but(shape=(rows, 1024)) for rows in range(1, 13)]
@@ -416,13 +386,8 @@ def take_turns(rank: int, world_size: int) -> None:
         BASE.check(c)
 
 
-@needs_library
 @on(cpu=(2,), gpu=(2,))
-def test_kinds_take_turns(pool: RankPool) -> None:
-    pool.run(take_turns)
-
-
-def other_tables(rank: int, world_size: int) -> None:
+def test_other_tables(rank: int, world_size: int) -> None:
     """What was prepared by a table is not made again when another one decides."""
     with allnorm.Communicator(device=device()) as c:
         case = BASE.but(call=1)
@@ -439,11 +404,7 @@ def other_tables(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_other_tables(pool: RankPool) -> None:
-    pool.run(other_tables)
-
-
-def close_and_refuse(rank: int, world_size: int) -> None:
+def test_closed(rank: int, world_size: int) -> None:
     c = allnorm.Communicator(device=device())
     x, weight = BASE.x(rank), BASE.weight()
     for _ in range(3):
@@ -453,11 +414,6 @@ def close_and_refuse(rank: int, world_size: int) -> None:
         allnorm.CommunicatorClosedError, lambda: c.all_reduce_add_rms_norm(x, None, weight, 1e-6)
     )
     assert "is closed" in text
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_closed(pool: RankPool) -> None:
-    pool.run(close_and_refuse)
 
 
 def wait_in_vain(rank: int, world_size: int) -> str:
@@ -482,7 +438,9 @@ def test_a_failed_launch_raises(pool: RankPool) -> None:
     assert re.search("rank 1", pool.run(wait_in_vain)[0])
 
 
-def count_references(rank: int, world_size: int) -> None:
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_references(rank: int, world_size: int) -> None:
     """Nothing is kept of a call, and nothing is given back twice."""
     c = comm()
     call = as_called(BASE.but(quant=allnorm.Fp8PerGroup(128)), rank)
@@ -493,7 +451,7 @@ def count_references(rank: int, world_size: int) -> None:
     before = [sys.getrefcount(thing) for thing in watched]
     others = replace(call, residual=None), replace(call, source=call.x[:1])
     dispatcher = c._endpoint.dispatcher
-    dispatcher.run = lambda call: None  # type: ignore[method-assign]
+    dispatcher.run = lambda call: None
     for _ in range(1000):
         assert dispatcher.call(**fields(call)) is not None
         assert all(dispatcher.call(**fields(other)) is None for other in others)
@@ -506,12 +464,6 @@ def count_references(rank: int, world_size: int) -> None:
     del results
     assert not any(reference() is not None for reference in alive)
     c.check()
-
-
-@needs_library
-@on(cpu=(2,), gpu=(2,))
-def test_references(pool: RankPool) -> None:
-    pool.run(count_references)
 
 
 @functools.cache
@@ -549,7 +501,9 @@ def test_any_interpreter(minor: int | None) -> None:
     assert done.stdout.startswith("ok 3.")
 
 
-def give_back_what_it_held(rank: int, world_size: int) -> None:
+@needs_library
+@on(cpu=(2,))
+def test_communicators_leave_nothing(rank: int, world_size: int) -> None:
     """A communicator leaves with all that it has prepared; its memory is counted elsewhere."""
     for _ in range(2):
         with allnorm.Communicator(device=device(), workspace_bytes=1 << 16) as c:
@@ -566,13 +520,8 @@ def give_back_what_it_held(rank: int, world_size: int) -> None:
         assert not any(reference() is not None for reference in prepared)
 
 
-@needs_library
 @on(cpu=(2,))
-def test_communicators_leave_nothing(pool: RankPool) -> None:
-    pool.run(give_back_what_it_held)
-
-
-def call_from_threads(rank: int, world_size: int) -> None:
+def test_threads(rank: int, world_size: int) -> None:
     """Threads may share a communicator in turns, here of calls that are alike: in any order."""
     c = comm()
     x, residual, weight = inputs_of(BASE, rank)
@@ -597,11 +546,7 @@ def call_from_threads(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_threads(pool: RankPool) -> None:
-    pool.run(call_from_threads)
-
-
-def watch(rank: int, world_size: int) -> None:
+def test_watched(rank: int, world_size: int) -> None:
     """Who watches sees every call, also while another watches and leaves."""
     c = comm()
     seen = 0
@@ -629,12 +574,8 @@ def watch(rank: int, world_size: int) -> None:
         assert seen == (0 if fast_call.available() else 1)
 
 
-@on(cpu=(2,))
-def test_watched(pool: RankPool) -> None:
-    pool.run(watch)
-
-
-def do_without(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_without_the_library(rank: int, world_size: int) -> None:
     call = as_called(BASE, rank)  # makes the communicator of other tests, which has the library
     with mock.patch.object(fast_call, "_library", return_value=None):
         assert not fast_call.available()
@@ -648,12 +589,9 @@ def do_without(rank: int, world_size: int) -> None:
         c.close()
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_without_the_library(pool: RankPool) -> None:
-    pool.run(do_without)
-
-
-def call_elsewhere(rank: int, world_size: int) -> None:
+@needs_library
+@on(gpu=(2,))
+def test_elsewhere(rank: int, world_size: int) -> None:
     """Another current device, unaligned inputs, another stream."""
     c = comm()
     for _ in range(3):
@@ -679,9 +617,3 @@ def call_elsewhere(rank: int, world_size: int) -> None:
     stream.synchronize()
     BASE.compare(c, *results)
     c.check()
-
-
-@needs_library
-@on(gpu=(2,))
-def test_elsewhere(pool: RankPool) -> None:
-    pool.run(call_elsewhere)

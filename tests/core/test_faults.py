@@ -167,7 +167,7 @@ def absent_from_quantized(rank: int, world_size: int, sharded: bool, algorithm: 
 def test_quantized_results_of_a_failed_call_are_nan(
     pool: RankPool, sharded: bool, algorithm: str
 ) -> None:
-    texts = pool.run(absent_from_quantized, sharded, algorithm, timeout=120)
+    texts = pool.run(absent_from_quantized, sharded, algorithm)
     for text in texts[:-1]:
         assert text is not None
         assert "all_reduce_add_rms_norm_quant of 5x512" in text
@@ -176,11 +176,12 @@ def test_quantized_results_of_a_failed_call_are_nan(
 @on(cpu=(2,))
 @pytest.mark.parametrize("sharded", [False, True])
 def test_quantized_results_of_a_failed_unfused_call_are_nan(pool: RankPool, sharded: bool) -> None:
-    first, _ = pool.run(absent_from_quantized, sharded, "unfused", timeout=120)
+    first, _ = pool.run(absent_from_quantized, sharded, "unfused")
     assert first is not None
 
 
-def absent_from_unfused(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3))
+def test_a_peer_that_never_comes_to_an_unfused_call(rank: int, world_size: int) -> None:
     case = Case((5, 512), algorithm="unfused")
     c = allnorm.Communicator(device=device(), timeout=TIMEOUT)
     case.check(c)
@@ -193,11 +194,6 @@ def absent_from_unfused(rank: int, world_size: int) -> None:
     assert torch.isnan(out).all()
     assert torch.isnan(residual_out).all()
     assert_poisoned(c, case)
-
-
-@on(cpu=(2, 3))
-def test_a_peer_that_never_comes_to_an_unfused_call(pool: RankPool) -> None:
-    pool.run(absent_from_unfused, timeout=60)
 
 
 def assert_names_the_absent(
@@ -220,14 +216,14 @@ def assert_names_the_absent(
         assert isinstance(error, allnorm.PeerDiedError) == died
         assert died or seconds >= TIMEOUT.total_seconds() * 0.9
         assert seconds < TIMEOUT.total_seconds() + SLACK_SECONDS
-    blamed = {result["error"].peer for result in results[:absent] if result}  # type: ignore[attr-defined]
+    blamed = {result["error"].peer for result in results[:absent] if result}
     assert absent in blamed
 
 
 @on(cpu=(2, 3), gpu=(2, 4))
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 def test_a_peer_that_never_comes(pool: RankPool, algorithm: str) -> None:
-    assert_names_the_absent(pool, pool.run(absent_peer, algorithm, False, timeout=60))
+    assert_names_the_absent(pool, pool.run(absent_peer, algorithm, False))
 
 
 @on(cpu=(3,), gpu=(3,))
@@ -243,7 +239,7 @@ def killed_while_opening(rank: int, world_size: int) -> None:
     """Rank 0 dies after all have opened its shared memory, before it has removed the name."""
     library = _native.library("cpu")
     if rank == 0:
-        library.shm_unlink = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        library.shm_unlink = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(allnorm.PeerDiedError, match="rank 0") as caught:
         allnorm.Communicator(device="cpu")
     assert "starting" in str(caught.value)
@@ -252,7 +248,7 @@ def killed_while_opening(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 def test_shared_memory_of_a_killed_creator_is_removed(pool: RankPool) -> None:
     before = set(Path("/dev/shm").glob("allnorm-*"))
-    pool.run(killed_while_opening, may_die=[0], timeout=60)
+    pool.run(killed_while_opening, may_die=[0])
     assert set(Path("/dev/shm").glob("allnorm-*")) <= before, "rank 1 has removed it"
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
     path = Path(f"/dev/shm/allnorm-{int(gone.stdout)}-stays")
@@ -297,7 +293,7 @@ def diverging(rank: int, world_size: int, change: dict[str, object]) -> tuple[st
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("what", DIVERGENCES)
 def test_diverging_calls_are_named(pool: RankPool, what: str) -> None:
-    results = pool.run(diverging, DIVERGENCES[what], timeout=60)
+    results = pool.run(diverging, DIVERGENCES[what])
     for kind, expected, seen in results:
         assert kind == "PeerDivergedError"
         assert expected != seen
@@ -334,7 +330,7 @@ def diverging_quantized(rank: int, world_size: int, change: dict[str, object]) -
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("what", QUANTIZED_DIVERGENCES)
 def test_diverging_quantization_is_named(pool: RankPool, what: str) -> None:
-    results = pool.run(diverging_quantized, QUANTIZED_DIVERGENCES[what], timeout=60)
+    results = pool.run(diverging_quantized, QUANTIZED_DIVERGENCES[what])
     assert what in results[0][0], "rank 0 says what it does itself"
     assert what in results[1][1], "rank 1 says what it saw"
     for text in (results[0][1], results[1][0]):
@@ -355,7 +351,7 @@ HASHED = {
 @pytest.mark.parametrize("what", HASHED)
 def test_what_is_announced_as_a_hash_is_noticed(pool: RankPool, what: str) -> None:
     """The same bytes would cross the link: only the words of the call tell that results differ."""
-    for _, seen in pool.run(diverging_quantized, HASHED[what], timeout=60):
+    for _, seen in pool.run(diverging_quantized, HASHED[what]):
         assert what in seen
         assert "groups of 128" in seen
 
@@ -425,13 +421,13 @@ def assert_values_said(texts: list[str], what: str) -> None:
 @pytest.mark.parametrize("repeats", [0, 4])
 @pytest.mark.parametrize("what", VALUES)
 def test_diverging_values_are_said(pool: RankPool, what: str, repeats: int) -> None:
-    assert_values_said(pool.run(diverging_values, what, repeats, timeout=60), what)
+    assert_values_said(pool.run(diverging_values, what, repeats), what)
 
 
 @on(gpu=(2,))
 @pytest.mark.parametrize("what", VALUES)
 def test_diverging_values_are_said_on_cuda(pool: RankPool, what: str) -> None:
-    assert_values_said(pool.run(diverging_values, what, 0, timeout=60), what)
+    assert_values_said(pool.run(diverging_values, what, 0), what)
 
 
 def fault_of(expected: _native.Call, seen: _native.Call | None = None, **more: int) -> Any:
@@ -469,7 +465,7 @@ def test_a_divergence_without_the_peers_account() -> None:
     fault = fault_of(_native.Call(num_tokens=3, hidden_size=512))
     own = {"eps": "1e-05"}
     start = time.monotonic()
-    assert faults.ask(None, "0", fault, own) == {}  # type: ignore[arg-type]
+    assert faults.ask(None, "0", fault, own) == {}
     assert time.monotonic() - start < SLACK_SECONDS
     error = faults.fault_error(fault, TIMEOUT, own, {})
     assert "eps 1e-05" in error.expected
@@ -549,7 +545,7 @@ def diverging_unfused(
 @pytest.mark.parametrize("what", UNFUSED_DIVERGENCES)
 def test_diverging_unfused_calls_are_named_on_every_rank(pool: RankPool, what: str) -> None:
     last = pool.world_size - 1
-    results = pool.run(diverging_unfused, *UNFUSED_DIVERGENCES[what], timeout=60)
+    results = pool.run(diverging_unfused, *UNFUSED_DIVERGENCES[what])
     for rank, told in enumerate(results):
         for expected, seen, teller, peer in told:
             assert teller == rank
@@ -584,7 +580,7 @@ def diverging_unfused_op(rank: int, world_size: int) -> list[str]:
 
 @on(cpu=(2,))
 def test_another_unfused_operation(pool: RankPool) -> None:
-    first, second = pool.run(diverging_unfused_op, timeout=60)
+    first, second = pool.run(diverging_unfused_op)
     assert first == second, "what one does is what the other sees"
     assert set(first) == {
         "all_gather_rows of 4x512 bfloat16",
@@ -598,7 +594,7 @@ def test_another_unfused_operation(pool: RankPool) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_gathering_rows_is_named(pool: RankPool) -> None:
-    for text in pool.run(diverging_gather, timeout=60):
+    for text in pool.run(diverging_gather):
         assert "all_gather_rows of 4x512 bfloat16" in text
         assert "by two_shot with a sharded residual" in text
 
@@ -641,11 +637,12 @@ def diverging_op(rank: int, world_size: int) -> str:
 
 @on(cpu=(2, 3), gpu=(2, 4))
 def test_another_operation(pool: RankPool) -> None:
-    texts = pool.run(diverging_op, timeout=60)
+    texts = pool.run(diverging_op)
     assert all("all_reduce" in text for text in texts)
 
 
-def one_more_call(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_one_call_too_few(rank: int, world_size: int) -> None:
     """A rank that makes a call too few is waited for, and no later call is taken for it."""
     case = Case((3, 512), algorithm="one_shot")
     with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
@@ -656,11 +653,6 @@ def one_more_call(rank: int, world_size: int) -> None:
     dist.barrier()
     with allnorm.Communicator(device=device()) as fresh:
         case.check(fresh)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_one_call_too_few(pool: RankPool) -> None:
-    pool.run(one_more_call, timeout=60)
 
 
 def never_came(rank: int, world_size: int) -> str | None:
@@ -674,21 +666,17 @@ def never_came(rank: int, world_size: int) -> str | None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_a_peer_that_never_made_a_call_has_shown_nothing(pool: RankPool) -> None:
-    assert pool.run(never_came, timeout=60) == ["nothing", None]
+    assert pool.run(never_came) == ["nothing", None]
 
 
-def late_but_in_time(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3), gpu=(2,))
+def test_a_late_peer_is_waited_for(rank: int, world_size: int) -> None:
     case = Case((3, 512))
     with allnorm.Communicator(device=device(), timeout=datetime.timedelta(seconds=30)) as c:
         for call in range(3):
             if rank == call % world_size:
                 time.sleep(0.7)  # long after every spin has given way to sleep
             case.but(call=call).check(c)
-
-
-@on(cpu=(2, 3), gpu=(2,))
-def test_a_late_peer_is_waited_for(pool: RankPool) -> None:
-    pool.run(late_but_in_time)
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -20,7 +20,7 @@ from rank_helpers import Case, assert_ranks_agree, comm, on
 
 import allnorm
 from allnorm import reference
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from .test_cuda_graphs import capture, kernel_nodes
 
@@ -129,7 +129,12 @@ def _launch(name: bytes, blocks: int, *arguments: int, dependent: bool = True) -
     assert error == 0, f"cuLaunchKernelEx: {error}"
 
 
-def neighbors(rank: int, world_size: int, name: bytes, graph: bool) -> None:
+@on(gpu=(2,))
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", [b"leaves_at_once", b"waits"], ids=["leaves_at_once", "waits"])
+def test_calls_with_foreign_dependents_between(
+    rank: int, world_size: int, name: bytes, graph: bool
+) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("dependent launch needs compute capability 9.0")
     c = comm()
@@ -165,14 +170,11 @@ def neighbors(rank: int, world_size: int, name: bytes, graph: bool) -> None:
         assert_ranks_agree(c, normed, total)
 
 
-@on(gpu=(2,))
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("name", [b"leaves_at_once", b"waits"], ids=["leaves_at_once", "waits"])
-def test_calls_with_foreign_dependents_between(pool: RankPool, name: bytes, graph: bool) -> None:
-    pool.run(neighbors, name, graph)
-
-
-def late_writers(rank: int, world_size: int, blocks: int) -> None:
+@on(gpu=(1, 2))
+@pytest.mark.parametrize("blocks", [1, 132, 1056], ids=lambda blocks: f"{blocks} blocks")
+def test_calls_that_begin_before_their_input_is_written(
+    rank: int, world_size: int, blocks: int
+) -> None:
     for shape in ((1, 4096), (40, 2880), (128, 4096), (300, 4096)):
         late_writer(comm(), shape, blocks)
 
@@ -226,9 +228,3 @@ def late_writer(c: allnorm.Communicator, shape: tuple[int, int], blocks: int) ->
 def _norm_alone(x: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given.pop("algorithm", None)
     return allnorm.add_rms_norm(x, **given)
-
-
-@on(gpu=(1, 2))
-@pytest.mark.parametrize("blocks", [1, 132, 1056], ids=lambda blocks: f"{blocks} blocks")
-def test_calls_that_begin_before_their_input_is_written(pool: RankPool, blocks: int) -> None:
-    pool.run(late_writers, blocks)

@@ -84,7 +84,20 @@ def test_rows_of_islands_of_one_rank_in_two_hops(pool: RankPool, dtype: torch.dt
     assert [started for _, started in found] == [2 * (pool.world_size > 2)] * pool.world_size
 
 
-def check_other_islands(rank: int, world_size: int, islands: Any, reason: str, owned: str) -> None:
+@on(cpu=(4,), gpu=(4,))
+@pytest.mark.parametrize(
+    ("islands", "reason", "owned"),
+    [
+        (((0, 1, 2), (3,)), "3, 1 ranks", "3, 1 ranks"),
+        (((0,), (1,), (2,), (3,)), "", "4 islands of one rank"),
+        (((0, 2), (1, 3)), "", "do not follow each other"),
+        (((0, 3), (1, 2)), "", "do not follow each other"),
+    ],
+    ids=str,
+)
+def test_islands_that_are_not_alike(
+    rank: int, world_size: int, islands: Any, reason: str, owned: str
+) -> None:
     """Islands that run unfused, or of which only some calls do, and say why."""
     c = comm(islands=islands)
     plan = c.plan(5, 256)
@@ -99,33 +112,14 @@ def check_other_islands(rank: int, world_size: int, islands: Any, reason: str, o
             Case((5, 256), algorithm=algorithm).run(c)
 
 
-@on(cpu=(4,), gpu=(4,))
-@pytest.mark.parametrize(
-    ("islands", "reason", "owned"),
-    [
-        (((0, 1, 2), (3,)), "3, 1 ranks", "3, 1 ranks"),
-        (((0,), (1,), (2,), (3,)), "", "4 islands of one rank"),
-        (((0, 2), (1, 3)), "", "do not follow each other"),
-        (((0, 3), (1, 2)), "", "do not follow each other"),
-    ],
-    ids=str,
-)
-def test_islands_that_are_not_alike(pool: RankPool, islands: Any, reason: str, owned: str) -> None:
-    pool.run(check_other_islands, islands, reason, owned)
-
-
-def check_one_island(rank: int, world_size: int) -> None:
+@on(cpu=(4,))
+def test_one_island(rank: int, world_size: int) -> None:
     for islands in ("auto", [[1, 0, 3, 2]]):
         c = comm(islands=islands) if islands == "auto" else allnorm.Communicator(islands=islands)
         assert c.islands == ((0, 1, 2, 3),)
         with pytest.raises(allnorm.UnsupportedError, match=r"hierarchical.*one island"):
             Case(algorithm="hierarchical").run(c)
         Case((5, 256), torch.float32).check(c)
-
-
-@on(cpu=(4,))
-def test_one_island(pool: RankPool) -> None:
-    pool.run(check_one_island)
 
 
 def give_wrong_islands(rank: int, world_size: int) -> list[str]:
@@ -171,7 +165,8 @@ def test_islands_are_found_from_hosts(pool: RankPool) -> None:
     assert "2 islands of 2 ranks" in found[0][2]
 
 
-def check_operators(rank: int, world_size: int) -> None:
+@on(cpu=(4,), gpu=(4,))
+def test_operators_and_compiled_calls(rank: int, world_size: int) -> None:
     """torch.ops and torch.compile, one graph, the same bits."""
     c = comm(islands=PAIRS)
     case = Case((6, 256), torch.float32, algorithm="hierarchical")
@@ -190,11 +185,6 @@ def check_operators(rank: int, world_size: int) -> None:
         x, residual, weight, 1e-6, 0.0, "rounded", c.name
     )
     assert_same_bits(normed, case.expected(world_size, c.islands)[0])
-
-
-@on(cpu=(4,), gpu=(4,))
-def test_operators_and_compiled_calls(pool: RankPool) -> None:
-    pool.run(check_operators)
 
 
 def check_graph(c: allnorm.Communicator, case: Case, rank: int) -> None:
@@ -269,5 +259,5 @@ def killed_on_gpus(rank: int, world_size: int, islands: Any, graph: bool) -> tup
 def test_a_killed_rank_ends_what_nccl_waits_for(pool: RankPool, graph: bool) -> None:
     last = pool.world_size - 1
     islands = islands_of(pool, pool.world_size // 2)
-    found = pool.run(killed_on_gpus, islands, graph, may_die=[last], timeout=120)
+    found = pool.run(killed_on_gpus, islands, graph, may_die=[last])
     assert found[:last] == [("PeerDiedError", last)] * last

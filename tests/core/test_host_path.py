@@ -13,7 +13,6 @@ from rank_helpers import Case, comm, on
 
 import allnorm
 from allnorm.core import fast_call
-from allnorm.testing import RankPool
 
 # Kinds of calls, and how many results each makes.
 KINDS = (
@@ -50,7 +49,8 @@ def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
     return found
 
 
-def count_operators(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_no_operators(rank: int, world_size: int) -> None:
     """A call runs no operator of torch, but to make results where there is no faster way."""
     makes = {"aten::empty_strided", "aten::as_strided"}
     for call, results, case in calls(rank):
@@ -65,12 +65,8 @@ def count_operators(rank: int, world_size: int) -> None:
     assert "aten::zeros" in {event.name for event in profile.events()}, "the profiler sees nothing"
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_no_operators(pool: RankPool) -> None:
-    pool.run(count_operators)
-
-
-def count_new(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_no_memory_but_results(rank: int, world_size: int) -> None:
     for call, results, case in calls(rank):
         # Of repeated calls tests/core/fast_call_alone.py counts them.
         with (
@@ -81,12 +77,8 @@ def count_new(rank: int, world_size: int) -> None:
         assert made.call_count == results, case
 
 
-@on(cpu=(2,))
-def test_no_memory_but_results(pool: RankPool) -> None:
-    pool.run(count_new)
-
-
-def count_device_memory(rank: int, world_size: int) -> None:
+@on(gpu=(2,))
+def test_no_device_memory_but_results(rank: int, world_size: int) -> None:
     for call, results, case in calls(rank):
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -96,12 +88,9 @@ def count_device_memory(rank: int, world_size: int) -> None:
         del kept
 
 
+@pytest.mark.own_gpus  # gloo, which stands for NCCL otherwise, waits for the device
 @on(gpu=(2,))
-def test_no_device_memory_but_results(pool: RankPool) -> None:
-    pool.run(count_device_memory)
-
-
-def enqueue_behind_work(rank: int, world_size: int) -> None:
+def test_no_synchronization(rank: int, world_size: int) -> None:
     """Calls return while the device is still busy with what was enqueued before them."""
     pairs = calls(rank)
     torch.cuda.synchronize()
@@ -119,9 +108,3 @@ def enqueue_behind_work(rank: int, world_size: int) -> None:
     torch.cuda.synchronize()
     assert not done, f"the calls waited for the device: {took:.3f} s"
     comm().check()
-
-
-@pytest.mark.own_gpus  # gloo, which stands for NCCL otherwise, waits for the device
-@on(gpu=(2,))
-def test_no_synchronization(pool: RankPool) -> None:
-    pool.run(enqueue_behind_work)

@@ -43,7 +43,7 @@ class Wrapper(torch.Tensor):
         made: Wrapper = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, device=inner.device
         )
-        made.inner = inner  # type: ignore[attr-defined]
+        made.inner = inner
         return made
 
     @classmethod
@@ -137,7 +137,8 @@ def test_kinds_of_tensors_are_refused(pool: RankPool, name: str) -> None:
     assert texts[0] == texts[1]
 
 
-def gradients(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(2,))
+def test_gradients(rank: int, world_size: int) -> None:
     """What requires grad is taken while gradients are disabled, and no longer."""
     c, x = comm(), CASE.x(rank)
     weight = torch.nn.Parameter(CASE.weight())
@@ -166,11 +167,6 @@ def gradients(rank: int, world_size: int) -> None:
     CASE.compare(c, *got)
 
 
-@on(cpu=(1, 2), gpu=(2,))
-def test_gradients(pool: RankPool) -> None:
-    pool.run(gradients)
-
-
 def freed(tensor: torch.Tensor) -> torch.Tensor:
     made = tensor.clone()
     made.untyped_storage().resize_(0)
@@ -185,7 +181,11 @@ def freed_behind(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def no_memory(rank: int, world_size: int, free: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@on(cpu=(1, 2, 3), gpu=(2,))
+@pytest.mark.parametrize("free", [freed, freed_behind])
+def test_memory_that_is_not_there(
+    rank: int, world_size: int, free: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Every rank refuses: the communicator goes on."""
     c = comm()
     quantized = CASE.but(quant=allnorm.Fp8PerToken())
@@ -219,14 +219,6 @@ def no_memory(rank: int, world_size: int, free: Callable[[torch.Tensor], torch.T
     quantized.check(c)
 
 
-@on(cpu=(1, 2, 3), gpu=(2,))
-@pytest.mark.parametrize("free", [freed, freed_behind])
-def test_memory_that_is_not_there(
-    pool: RankPool, free: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    pool.run(no_memory, free)
-
-
 def negated(tensor: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = torch._neg_view(-tensor)
     assert made.is_neg()
@@ -240,7 +232,8 @@ def imaginary(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def virtual(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(2,))
+def test_negated_and_zero_tensors_are_resolved(rank: int, world_size: int) -> None:
     """Tensors that stand for the negative of their memory, or for zeros that have none."""
     c = comm()
     zeros = torch._efficientzerotensor
@@ -288,11 +281,7 @@ def virtual(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(1, 2), gpu=(2,))
-def test_negated_and_zero_tensors_are_resolved(pool: RankPool) -> None:
-    pool.run(virtual)
-
-
-def lazily_cloned(rank: int, world_size: int) -> None:
+def test_lazy_clones_are_not_written_through(rank: int, world_size: int) -> None:
     c = comm()
     want = reference.all_reduce(CASE.xs(world_size))
     for _ in range(4):
@@ -307,11 +296,6 @@ def lazily_cloned(rank: int, world_size: int) -> None:
         assert_same_bits(x, CASE.x(rank), "the original")
 
 
-@on(cpu=(1, 2), gpu=(2,))
-def test_lazy_clones_are_not_written_through(pool: RankPool) -> None:
-    pool.run(lazily_cloned)
-
-
 def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
     buffer = bytearray(tensor.numel() * tensor.element_size() + 64)
     begin = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() % 16
@@ -322,7 +306,8 @@ def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
     return view.copy_(tensor)
 
 
-def misaligned(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2))
+def test_addresses_between_elements(rank: int, world_size: int) -> None:
     """Between two elements, on one rank alone."""
     c = comm()
     move = at_odd_address if rank == 0 else torch.clone
@@ -340,11 +325,6 @@ def misaligned(rank: int, world_size: int) -> None:
                 case.compare(c, *results)
                 if "out" in place:
                     assert results[PLACES.index(place) - 3] is arguments[place]
-
-
-@on(cpu=(1, 2))
-def test_addresses_between_elements(pool: RankPool) -> None:
-    pool.run(misaligned)
 
 
 def overlapping(c: allnorm.Communicator) -> Any:
@@ -461,17 +441,18 @@ def unfused_calls(c: allnorm.Communicator) -> Callable[..., Any]:
 @pytest.mark.parametrize("repeats", REPEATS)
 @pytest.mark.parametrize("name", ALONE)
 def test_what_one_rank_refuses_its_peers_hear_of(pool: RankPool, name: str, repeats: int) -> None:
-    texts = pool.run(refuse_alone, name, False, repeats, timeout=100)
+    texts = pool.run(refuse_alone, name, False, repeats)
     assert ALONE[name][1] in texts[1], "and why"
 
 
 @on(cpu=(2,))
 @pytest.mark.parametrize("name", ALONE)
 def test_what_one_rank_refuses_unfused(pool: RankPool, name: str) -> None:
-    pool.run(refuse_alone, name, True, 0, timeout=100)
+    pool.run(refuse_alone, name, True, 0)
 
 
-def constants(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2), gpu=(2,))
+def test_types_and_signs_of_constants(rank: int, world_size: int) -> None:
     """Equal values of other types are other calls, or none."""
     c, x = comm(), CASE.x(rank)
     weight = torch.full((64,), -0.0, device=c.device)
@@ -520,12 +501,8 @@ def constants(rank: int, world_size: int) -> None:
     CASE.check(c)
 
 
-@on(cpu=(1, 2), gpu=(2,))
-def test_types_and_signs_of_constants(pool: RankPool) -> None:
-    pool.run(constants)
-
-
-def on_meta(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_meta_tensors(rank: int, world_size: int) -> None:
     c = comm()
     for repeats in REPEATS:
         for _ in range(repeats):
@@ -543,8 +520,3 @@ def on_meta(rank: int, world_size: int) -> None:
         allnorm.UnsupportedError, lambda: allnorm.add_rms_norm(*whole, 1e-6)
     )
     CASE.check(c)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_meta_tensors(pool: RankPool) -> None:
-    pool.run(on_meta)

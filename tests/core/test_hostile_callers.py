@@ -152,7 +152,8 @@ def let_go_in_fork(box: list[allnorm.Communicator]) -> None:
     gc.collect()
 
 
-def forks(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3), gpu=(2,))
+def test_a_child_of_fork_touches_nothing(rank: int, world_size: int) -> None:
     box = [make()]
     KEPT.append(CASE.x(rank))
     if rank == 0:
@@ -161,7 +162,7 @@ def forks(rank: int, world_size: int) -> None:
         in_fork(lambda: let_go_in_fork(box))
         child = multiprocessing.get_context("fork").Process(target=let_go_in_fork, args=(box,))
         # A rank is a daemon, which may have no children.
-        with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+        with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
             child.start()
         child.join()
         assert child.exitcode == 0
@@ -173,12 +174,8 @@ def forks(rank: int, world_size: int) -> None:
     KEPT.clear()
 
 
-@on(cpu=(2, 3), gpu=(2,))
-def test_a_child_of_fork_touches_nothing(pool: RankPool) -> None:
-    pool.run(forks, timeout=120)
-
-
-def forks_amid_a_call(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_a_fork_while_a_call_waits(rank: int, world_size: int) -> None:
     """While a thread waits in a call, and so holds the lock."""
     c = make()
     results: list[Any] = []
@@ -195,11 +192,6 @@ def forks_amid_a_call(rank: int, world_size: int) -> None:
         CASE.check(c)
     CASE.check(c)
     c.close()
-
-
-@on(cpu=(2,))
-def test_a_fork_while_a_call_waits(pool: RankPool) -> None:
-    pool.run(forks_amid_a_call, timeout=120)
 
 
 def own_group_in_fork(rank: int, world_size: int, folder: str) -> None:
@@ -221,7 +213,7 @@ def own_group_in_fork(rank: int, world_size: int, folder: str) -> None:
 
 @on(cpu=(2,))
 def test_a_fork_may_make_its_own(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    pool.run(own_group_in_fork, str(tmp_path), timeout=120)
+    pool.run(own_group_in_fork, str(tmp_path))
 
 
 # ---- Signals -----------------------------------------------------------------------------------
@@ -294,7 +286,7 @@ def interrupted(rank: int, world_size: int, kind: str) -> float | str:
     "kind", ["repeated", "all_reduce", "two_shot", "quant", "gather", "unfused"]
 )
 def test_ctrl_c_ends_a_wait(pool: RankPool, kind: str) -> None:
-    seconds = pool.run(interrupted, kind, timeout=120)[0]
+    seconds = pool.run(interrupted, kind)[0]
     print(f"{kind}: KeyboardInterrupt {1e3 * seconds:.0f} ms after the signal")
     assert seconds < 1.0
 
@@ -303,7 +295,9 @@ class RaisedError(Exception):
     pass
 
 
-def signalled(rank: int, world_size: int) -> None:
+@needs_library
+@on(cpu=(2,))
+def test_handlers_that_call(rank: int, world_size: int) -> None:
     """Handlers that only take a note, that call, that close, that check: the wait goes on."""
     c, other = make(), make()
     notes: list[str] = []
@@ -355,11 +349,7 @@ def signalled(rank: int, world_size: int) -> None:
 
 @needs_library
 @on(cpu=(2,))
-def test_handlers_that_call(pool: RankPool) -> None:
-    pool.run(signalled, timeout=120)
-
-
-def raises_in_handler(rank: int, world_size: int) -> None:
+def test_a_handler_that_raises_ends_the_wait(rank: int, world_size: int) -> None:
     def fails(*_: Any) -> None:
         raise RaisedError("from the handler")
 
@@ -376,12 +366,6 @@ def raises_in_handler(rank: int, world_size: int) -> None:
     dist.barrier()
     c.close()
     CASE.check(make())
-
-
-@needs_library
-@on(cpu=(2,))
-def test_a_handler_that_raises_ends_the_wait(pool: RankPool) -> None:
-    pool.run(raises_in_handler, timeout=120)
 
 
 def stopped(rank: int, world_size: int, pause: float, timeout: float) -> str:
@@ -413,8 +397,8 @@ def stopped(rank: int, world_size: int, pause: float, timeout: float) -> str:
 @on(cpu=(2,), gpu=(2,))
 def test_a_peer_that_is_stopped(pool: RankPool) -> None:
     """It lives: the deadline decides, and a pause within it is none."""
-    assert pool.run(stopped, 1.0, 60, timeout=120) == ["right", "right"]
-    assert pool.run(stopped, 2.5, 0.5, timeout=120)[0] == "PeerTimeoutError"
+    assert pool.run(stopped, 1.0, 60) == ["right", "right"]
+    assert pool.run(stopped, 2.5, 0.5)[0] == "PeerTimeoutError"
 
 
 # ---- close() -----------------------------------------------------------------------------------
@@ -461,12 +445,13 @@ def closed_amid_a_call(rank: int, world_size: int, kind: str) -> list[str]:
 @on(cpu=(2,))
 @pytest.mark.parametrize("kind", ["repeated", "two_shot", "gather", "unfused"])
 def test_close_while_another_thread_calls(pool: RankPool, kind: str) -> None:
-    seen = pool.run(closed_amid_a_call, kind, timeout=120)[0]
+    seen = pool.run(closed_amid_a_call, kind)[0]
     assert len(seen) == 1
     assert all(text.startswith("CommunicatorClosedError") for text in seen), seen
 
 
-def closed_at_any_time(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_close_at_any_time(rank: int, world_size: int) -> None:
     """Calls that all ranks make, and close() somewhere among them: right, closed, or left."""
     for number in range(10):
         c = make()
@@ -490,11 +475,6 @@ def closed_at_any_time(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-@on(cpu=(2,))
-def test_close_at_any_time(pool: RankPool) -> None:
-    pool.run(closed_at_any_time, timeout=120)
-
-
 def leaves_properly(rank: int, world_size: int, how: str) -> None:
     c = make()
     dist.barrier()
@@ -516,13 +496,14 @@ def leaves_properly(rank: int, world_size: int, how: str) -> None:
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("how", ["closes", "exits"])
 def test_an_end_is_no_fault_until_somebody_needs_it(pool: RankPool, how: str) -> None:
-    pool.run(leaves_properly, how, may_die=[1], timeout=120)
+    pool.run(leaves_properly, how, may_die=[1])
 
 
 # ---- Threads, copies -----------------------------------------------------------------------------
 
 
-def threads_call(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_threads_that_take_turns(rank: int, world_size: int) -> None:
     """In turns, and the same calls in each thread, so that any order is the same on every rank."""
     c = make()
     expected = CASE.expected(world_size)
@@ -549,12 +530,8 @@ def threads_call(rank: int, world_size: int) -> None:
     c.close()
 
 
-@on(cpu=(2,))
-def test_threads_that_take_turns(pool: RankPool) -> None:
-    pool.run(threads_call, timeout=120)
-
-
-def copies(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_copies_are_refused(rank: int, world_size: int) -> None:
     c = make()
     tries: tuple[Callable[[Any], Any], ...] = (copy.copy, copy.deepcopy, pickle.dumps)
     for attempt in tries:
@@ -565,11 +542,6 @@ def copies(rank: int, world_size: int) -> None:
     c.close()
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         copy.copy(c)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_copies_are_refused(pool: RankPool) -> None:
-    pool.run(copies, timeout=120)
 
 
 # ---- Limits, libraries -----------------------------------------------------------------------
@@ -591,9 +563,9 @@ def limited(rank: int, world_size: int, what: str) -> str:
     if rank == (1 if what == "address space" else 0):
         if what == "address space":
             used = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-            place = limit(resource.RLIMIT_AS, used * resource.getpagesize() + (8 << 20))  # type: ignore[assignment]
+            place = limit(resource.RLIMIT_AS, used * resource.getpagesize() + (8 << 20))
         elif what == "file size":
-            place = limit(resource.RLIMIT_FSIZE, 1 << 20)  # type: ignore[assignment]
+            place = limit(resource.RLIMIT_FSIZE, 1 << 20)
     if what == "/dev/shm":
         space = os.statvfs("/dev/shm")
         size = space.f_blocks * space.f_frsize
@@ -607,7 +579,7 @@ def limited(rank: int, world_size: int, what: str) -> str:
 @on(cpu=(2,))
 @pytest.mark.parametrize("what", ["address space", "file size", "/dev/shm"])
 def test_limits(pool: RankPool, what: str) -> None:
-    texts = pool.run(limited, what, timeout=120)
+    texts = pool.run(limited, what)
     culprit = 1 if what == "address space" else 0
     assert f"failed on rank {culprit}" in texts[1 - culprit], texts
     words = {"address space": "cannot map", "file size": "RLIMIT_FSIZE", "/dev/shm": "MiB free"}
@@ -631,7 +603,7 @@ def another_library(rank: int, world_size: int) -> str:
 
 @on(cpu=(2,))
 def test_a_library_of_another_build(pool: RankPool) -> None:
-    texts = pool.run(another_library, timeout=120)
+    texts = pool.run(another_library)
     assert texts[1].startswith("NativeLibraryError")
     assert "different builds" in texts[1]
     assert "failed on rank 1: NativeLibraryError" in texts[0]
@@ -654,7 +626,7 @@ def timeouts(rank: int, world_size: int) -> list[str]:
 
 @on(cpu=(2,), gpu=(2,))
 def test_timeout_takes_seconds(pool: RankPool) -> None:
-    for texts in pool.run(timeouts, timeout=120):
+    for texts in pool.run(timeouts):
         assert all("expected a positive number of seconds" in text for text in texts)
 
 
@@ -683,10 +655,10 @@ def unfused_alone(rank: int, world_size: int, other: str) -> tuple[str, int, flo
 
 @on(cpu=(2,), gpu=(2,))
 def test_unfused_waits_like_the_others(pool: RankPool) -> None:
-    kind, peer, seconds = pool.run(unfused_alone, "never", timeout=120)[0]
+    kind, peer, seconds = pool.run(unfused_alone, "never")[0]
     assert (kind, peer) == ("PeerTimeoutError", 1)
     assert 0.6 < seconds < LATE_SECONDS
-    results = pool.run(unfused_alone, "fused", timeout=120)
+    results = pool.run(unfused_alone, "fused")
     expected = "PeerDivergedError" if pool.device == "cpu" else "PeerTimeoutError"
     assert [(kind, peer) for kind, peer, _ in results] == [(expected, 1), (expected, 0)]
 
@@ -717,7 +689,7 @@ def unfused_over_messages(rank: int, world_size: int) -> tuple[str, int]:
 
 @on(cpu=(2, 3), gpu=(2,))
 def test_unfused_between_machines(pool: RankPool) -> None:
-    results = pool.run(unfused_over_messages, timeout=120)
+    results = pool.run(unfused_over_messages)
     assert results[0] == ("PeerTimeoutError", 1)
 
 
@@ -752,13 +724,14 @@ def killed_beside_gpu_work(rank: int, world_size: int, graph: bool) -> float | N
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_a_killed_peer_ends_kernels(pool: RankPool, graph: bool) -> None:
     last = pool.world_size - 1
-    results = pool.run(killed_beside_gpu_work, graph, may_die=[last], timeout=120)
+    results = pool.run(killed_beside_gpu_work, graph, may_die=[last])
     for seconds in results[:last]:
         print(f"named {seconds:.3f} s after the kill")
         assert seconds < 2.0
 
 
-def interrupted_on_gpu(rank: int, world_size: int) -> None:
+@on(gpu=(2,))
+def test_ctrl_c_beside_a_kernel(rank: int, world_size: int) -> None:
     """A call that waits on the GPU keeps nobody on the host; close() waits until it has ended."""
     c = make(timeout=5)
     dist.barrier()
@@ -775,11 +748,7 @@ def interrupted_on_gpu(rank: int, world_size: int) -> None:
 
 
 @on(gpu=(2,))
-def test_ctrl_c_beside_a_kernel(pool: RankPool) -> None:
-    pool.run(interrupted_on_gpu, timeout=120)
-
-
-def closed_amid_gpu_calls(rank: int, world_size: int) -> None:
+def test_close_while_others_call_on_gpus(rank: int, world_size: int) -> None:
     c = make(timeout=5)
     x, seen = CASE.x(rank), []
 
@@ -799,8 +768,3 @@ def closed_amid_gpu_calls(rank: int, world_size: int) -> None:
     assert set(seen) <= {"CommunicatorClosedError", "PeerTimeoutError", "PeerDiedError"}
     dist.barrier()
     CASE.check(make())
-
-
-@on(gpu=(2,))
-def test_close_while_others_call_on_gpus(pool: RankPool) -> None:
-    pool.run(closed_amid_gpu_calls, timeout=120)

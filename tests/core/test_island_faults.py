@@ -70,7 +70,8 @@ def check_afterwards(c: allnorm.Communicator) -> None:
     c.close()
 
 
-def forks(rank: int, world_size: int) -> None:
+@on(cpu=(4,))
+def test_a_child_of_fork_ends(rank: int, world_size: int) -> None:
     c = make(False, rank)
     CASE.check(c)
     CASE.but(algorithm="unfused").check(c)
@@ -85,11 +86,6 @@ def forks(rank: int, world_size: int) -> None:
         time.sleep(0.01)
     CASE.check(c)
     c.close()
-
-
-@on(cpu=(4,))
-def test_a_child_of_fork_ends(pool: RankPool) -> None:
-    pool.run(forks, timeout=120)
 
 
 def killed(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
@@ -108,7 +104,7 @@ def killed(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
 @on(cpu=(4,))
 @pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
 def test_a_killed_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
-    results = pool.run(killed, far, may_die=[3], timeout=120)
+    results = pool.run(killed, far, may_die=[3])
     for kind, peer, seconds in results[:3]:
         assert (kind, peer) == ("PeerDiedError", 3), results
         assert seconds < NAMED_SECONDS
@@ -133,7 +129,7 @@ def stopped(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
 @on(cpu=(4,))
 @pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
 def test_a_late_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
-    results = pool.run(stopped, far, timeout=120)
+    results = pool.run(stopped, far)
     for kind, peer, seconds in results[:3]:
         assert (kind, peer) == ("PeerTimeoutError", 3), results
         assert 3.9 < seconds < 4.0 + NAMED_SECONDS
@@ -168,7 +164,7 @@ def stops_within(
 
         dist.barrier()
         if rank == victim:
-            notes.enter = enter  # type: ignore[method-assign]
+            notes.enter = enter
             with pytest.raises((allnorm.PeerTimeoutError, RuntimeError)):
                 case.run(c)
         else:
@@ -191,7 +187,7 @@ def stops_within(
 def test_a_rank_that_stops_within_any_wait_is_named_by_all(
     pool: RankPool, victim: int, islands: Any, algorithm: str
 ) -> None:
-    results = pool.run(stops_within, victim, islands, algorithm, timeout=200)
+    results = pool.run(stops_within, victim, islands, algorithm)
     for rank in {*range(6)} - {victim}:
         assert set(results[rank]) == {("PeerTimeoutError", victim)}, (rank, results)
 
@@ -201,12 +197,14 @@ def test_a_rank_that_stops_within_any_wait_is_named_by_all(
 def test_a_rank_that_stops_within_any_wait_is_named_by_two_machines(
     pool: RankPool, victim: int
 ) -> None:
-    results = pool.run(stops_within, victim, PAIRS, "auto", True, timeout=200)
+    results = pool.run(stops_within, victim, PAIRS, "auto", True)
     for rank in {*range(4)} - {victim}:
         assert set(results[rank]) == {("PeerTimeoutError", victim)}, (rank, results)
 
 
-def diverges(rank: int, world_size: int, far: bool) -> None:
+@on(cpu=(4,))
+@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
+def test_another_call_is_refused_by_all(rank: int, world_size: int, far: bool) -> None:
     """Another call of one rank is refused by all; then they go on."""
     c = make(far, rank)
     for changed in ({"eps": 1e-3}, {"shape": (23, 256)}, {"algorithm": "unfused", "eps": 1.0}):
@@ -226,17 +224,11 @@ def diverges(rank: int, world_size: int, far: bool) -> None:
     c.close()
 
 
-@on(cpu=(4,))
-@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
-def test_another_call_is_refused_by_all(pool: RankPool, far: bool) -> None:
-    pool.run(diverges, far, timeout=120)
-
-
 def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str, int, bool]:
     """Rank 3 ends, or stands still, after all have agreed and its island has summed."""
     c = make(far, rank, timeout=60.0 if how == "ends" else 4.0)
     CASE.check(c)
-    between = c._endpoint._hierarchy.between  # type: ignore[union-attr]
+    between = c._endpoint._hierarchy.between
     dist.barrier()
     if rank == 3:
 
@@ -246,7 +238,7 @@ def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str
             time.sleep(12)
             raise RuntimeError("too late")
 
-        between.start_gather = gather  # type: ignore[method-assign]
+        between.start_gather = gather
     out = torch.zeros(24, 256)
     start = time.monotonic()
     with pytest.raises(allnorm.PeerTimeoutError) as caught:
@@ -262,7 +254,7 @@ def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str
 @pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
 @pytest.mark.parametrize("how", ["ends", "stands_still"])
 def test_a_rank_lost_amid_a_call_is_named_by_all(pool: RankPool, far: bool, how: str) -> None:
-    results = pool.run(breaks_between, far, how, may_die=[3], timeout=120)
+    results = pool.run(breaks_between, far, how, may_die=[3])
     kind = "PeerDiedError" if how == "ends" else "PeerTimeoutError"
     assert results[:3] == [(kind, 3, True)] * 3
 
@@ -286,7 +278,7 @@ def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
             time.sleep(12)
             raise RuntimeError("too late")
 
-        c._endpoint._hierarchy.between.start_gather = start_gather  # type: ignore
+        c._endpoint._hierarchy.between.start_gather = start_gather
     if rank == whom:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
@@ -309,7 +301,7 @@ def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
 @on(cpu=(4,))
 @pytest.mark.parametrize("whom", [1, 2], ids=["between", "inside"])
 def test_an_interrupt_amid_a_call_ends_it_for_all(pool: RankPool, whom: int) -> None:
-    results = pool.run(interrupted, whom, timeout=120)
+    results = pool.run(interrupted, whom)
     assert results[whom] == ("KeyboardInterrupt", whom)
     for rank in {0, 1, 2, 3} - {whom}:
         assert results[rank] == ("PeerLeftError", whom), results

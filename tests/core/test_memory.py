@@ -54,7 +54,9 @@ def test_overlapping_memory_is_refused(pool: RankPool) -> None:
     assert texts[0] == texts[1]
 
 
-def wide_type(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on(gpu=(2, 8))
+def test_more_than_two_to_the_31_elements(rank: int, world_size: int) -> None:
     """More than 2**31 elements: offsets are 64-bit (incident 12). Compared on sampled rows."""
     c = comm()
     hidden_size = 8192
@@ -80,18 +82,13 @@ def wide_type(rank: int, world_size: int) -> None:
     assert_same_bits(total[index], want[1], "residual_out")
 
 
-@pytest.mark.slow
-@on(gpu=(2, 8))
-def test_more_than_two_to_the_31_elements(pool: RankPool) -> None:
-    pool.run(wide_type)
-
-
 def test_unsupported_error_is_a_value_error() -> None:
     assert issubclass(allnorm.UnsupportedError, ValueError)
     assert issubclass(allnorm.UnsupportedError, allnorm.AllnormError)
 
 
-def changing_scales(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_given_scales_may_change(rank: int, world_size: int) -> None:
     """What is prepared for one given scale serves another, and keeps none of them alive."""
     c = comm()
     case = Case((3, 64), quant=allnorm.Fp8PerTensor(torch.tensor([1.0])))
@@ -106,8 +103,3 @@ def changing_scales(rank: int, world_size: int) -> None:
             want = reference.all_reduce_add_rms_norm_quant(case.xs(world_size), quant=spec, **a)
             assert_same_bits(got.quantized, want.quantized, f"{spec}, {i}")
     assert len(c._endpoint.dispatcher._prepared) == prepared
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_given_scales_may_change(pool: RankPool) -> None:
-    pool.run(changing_scales)

@@ -16,7 +16,6 @@ from rank_helpers import Case, device, on
 import allnorm
 from allnorm.core import _native, workspace
 from allnorm.errors import AllnormError
-from allnorm.testing import RankPool
 
 MIB = 1 << 20
 
@@ -219,7 +218,7 @@ def losing_stores(rank: int, culprit: int) -> Iterator[None]:
         )
 
     if rank == culprit:
-        library.ipc_probe = probe  # type: ignore[method-assign]
+        library.ipc_probe = probe
     try:
         yield
     finally:
@@ -227,7 +226,9 @@ def losing_stores(rank: int, culprit: int) -> Iterator[None]:
             del library.ipc_probe
 
 
-def runs_without_peer_access(rank: int, world_size: int) -> None:
+@on(gpu=[2])
+@pytest.mark.own_gpus
+def test_a_probe_that_is_lost_on_gpus(rank: int, world_size: int) -> None:
     for culprit in (0, world_size - 1):
         with losing_stores(rank, culprit), allnorm.Communicator(device=device(), timeout=60) as c:
             plan = c.plan(5, 4096, torch.bfloat16)
@@ -239,9 +240,3 @@ def runs_without_peer_access(rank: int, world_size: int) -> None:
         assert c.plan(5, 4096, torch.bfloat16).algorithm in ("one_shot", "two_shot")
         case = Case((5, 4096))
         case.compare(c, *case.run(c))
-
-
-@on(gpu=[2])
-@pytest.mark.own_gpus
-def test_a_probe_that_is_lost_on_gpus(pool: RankPool) -> None:
-    pool.run(runs_without_peer_access)

@@ -150,7 +150,7 @@ def test_plan_takes_everything_that_a_choice_looks_at() -> None:
             return chooser.choose(call)
 
     c = object.__new__(allnorm.Communicator)
-    c._endpoint = Stub()  # type: ignore[assignment]
+    c._endpoint = Stub()
     norm = allnorm.PostNorm(torch.ones(4096, dtype=torch.bfloat16), 1e-6)
     x = torch.zeros(8, 4096, dtype=torch.bfloat16)
     op = "all_reduce_add_rms_norm"
@@ -161,21 +161,17 @@ def test_plan_takes_everything_that_a_choice_looks_at() -> None:
         ({"post_norm": norm}, Call(source=x, post_norm=norm, **common)),
         ({"experts": True}, Call(source=allnorm.ExpertSum(x.unsqueeze(1)), **common)),
     ):
-        plan = c.plan(8, 4096, **more)  # type: ignore[arg-type]
+        plan = c.plan(8, 4096, **more)
         assert plan == chooser.choose(call), more
         assert plan.cluster_size == (0 if more else 4), more
     assert len(asked) == 4
 
 
-def too_wide(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2, 8))
+def test_row_wider_than_the_workspace(rank: int, world_size: int) -> None:
     """A row that does not fit at all takes the unfused path, and the plan says so."""
     small = comm(workspace_bytes=64 << 10)
     case = Case((3, 65536))
     plan = small.plan(3, 65536, case.dtype)
     assert plan.algorithm == "unfused"
     assert "wide" in plan.reason, plan.reason  # for the workspace, or for a fused kernel
-
-
-@on(cpu=(2,), gpu=(2, 8))
-def test_row_wider_than_the_workspace(pool: RankPool) -> None:
-    pool.run(too_wide)

@@ -93,7 +93,7 @@ class Recorder:
         return lambda look: rows.new_zeros((self.num_islands, *rows.shape))
 
     def gather(self, rows: torch.Tensor, look: Any) -> torch.Tensor:
-        return self.start_gather(rows)(look)  # type: ignore[no-any-return]
+        return self.start_gather(rows)(look)
 
     def start_parts(self, rows: torch.Tensor) -> Any:
         self.steps.append(("parts", rows.dtype, tuple(rows.shape)))
@@ -130,7 +130,7 @@ def hierarchical_steps(
         assert one.gather_rows(x, memory["out"]) == _native.OK
     else:
         assert one.reduce(x, residual, memory) == _native.OK
-    return recorder.steps  # type: ignore[no-any-return]
+    return recorder.steps
 
 
 def unfused_steps(

@@ -55,7 +55,8 @@ def test_layers(pool: RankPool) -> None:
         pool.run(layers, tokens)
 
 
-def shards_of_no_rows(rank: int, world_size: int) -> None:
+@on(cpu=(2, 5), gpu=(2, 8))
+def test_shards_of_no_rows_that_have_memory(rank: int, world_size: int) -> None:
     """The owner of no row has a residual all the same: it is not told from its memory."""
     c = comm()
     case = Case((1, 64), sharded=True)
@@ -63,11 +64,6 @@ def shards_of_no_rows(rank: int, world_size: int) -> None:
     if not arguments["residual"].shape[0]:
         arguments["residual"] = torch.zeros(3, 64, dtype=case.dtype, device=c.device)[3:]
     case.compare(c, *c.all_reduce_add_rms_norm(case.x(rank), **arguments))
-
-
-@on(cpu=(2, 5), gpu=(2, 8))
-def test_shards_of_no_rows_that_have_memory(pool: RankPool) -> None:
-    pool.run(shards_of_no_rows)
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
@@ -146,7 +142,8 @@ def test_plans(pool: RankPool) -> None:
     assert all(result == results[0] for result in results)
 
 
-def gather_refusals(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3), gpu=(2,))
+def test_refusals_of_all_gather_rows(rank: int, world_size: int) -> None:
     c = comm()
     shard = Case((2, 64)).x(rank)
     tokens = 2 * world_size
@@ -173,8 +170,3 @@ def gather_refusals(rank: int, world_size: int) -> None:
     with pytest.raises(allnorm.UnsupportedError, match=r"owners.*'auto'"):
         c.all_gather_rows(shard, tokens, algorithm="one_shot")
     assert c.all_gather_rows(shard, tokens).shape == (tokens, 64)
-
-
-@on(cpu=(2, 3), gpu=(2,))
-def test_refusals_of_all_gather_rows(pool: RankPool) -> None:
-    pool.run(gather_refusals)

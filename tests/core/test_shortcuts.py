@@ -204,7 +204,8 @@ def test_repeated_calls_do_without_python(pool: RankPool) -> None:
     assert counts == [2, 2, 0, 0, 0, 0, *[1, 1, 0, 0, 0, 0] * 2, 2, 2, 0, 0, 0, 0]
 
 
-def alternate(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_calls_that_alternate(rank: int, world_size: int) -> None:
     """Calls of several kinds, shapes and constants in turn, each more often than it is prepared."""
     c = comm()
     cases = [
@@ -234,11 +235,7 @@ def alternate(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_calls_that_alternate(pool: RankPool) -> None:
-    pool.run(alternate)
-
-
-def zero_biases(rank: int, world_size: int) -> None:
+def test_zero_biases_of_both_signs(rank: int, world_size: int) -> None:
     """0.0 and -0.0 are equal, and yet other biases: only one of them keeps the sign of -0.0."""
     c, case = comm(), Case(shape=(3, 64))
     x, residual = case.x(rank), case.residual_tensor()
@@ -253,11 +250,7 @@ def zero_biases(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_zero_biases_of_both_signs(pool: RankPool) -> None:
-    pool.run(zero_biases)
-
-
-def modes(rank: int, world_size: int) -> None:
+def test_inference_mode_and_parameters(rank: int, world_size: int) -> None:
     """Prepared inside inference mode and used outside, and the other way round."""
     c = comm()
     inside, outside = Case(shape=(5, 64)), Case(shape=(6, 64))
@@ -276,8 +269,3 @@ def modes(rank: int, world_size: int) -> None:
             got = c.all_reduce_add_rms_norm(inside.x(rank), inside.residual_tensor(), weight, 1e-6)
         assert not got[0].requires_grad
         inside.compare(c, *got)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_inference_mode_and_parameters(pool: RankPool) -> None:
-    pool.run(modes)

@@ -16,7 +16,8 @@ from allnorm.testing.rank import device
 CASE = Case((4, 512))
 
 
-def count(rank: int, world_size: int) -> None:
+@on(cpu=(2, 3), gpu=(2,))
+def test_calls_are_counted(rank: int, world_size: int) -> None:
     with allnorm.Communicator(device=device(), workspace_bytes=1 << 20) as c:
         nothing = allnorm.Stats({"one_shot": 0, "two_shot": 0, "unfused": 0}, {}, None)
         assert c.stats() == nothing
@@ -43,24 +44,16 @@ def count(rank: int, world_size: int) -> None:
     assert "is closed" in text
 
 
-@on(cpu=(2, 3), gpu=(2,))
-def test_calls_are_counted(pool: RankPool) -> None:
-    pool.run(count)
-
-
-def count_alone(rank: int, world_size: int) -> None:
+@on(cpu=(1,), gpu=(1,))
+def test_one_rank(rank: int, world_size: int) -> None:
     c = comm()
     before = c.stats()
     CASE.check(c)
     assert c.stats() == before
 
 
-@on(cpu=(1,), gpu=(1,))
-def test_one_rank(pool: RankPool) -> None:
-    pool.run(count_alone)
-
-
-def count_replays(rank: int, world_size: int) -> None:
+@on(gpu=(2,))
+def test_replays_are_counted(rank: int, world_size: int) -> None:
     c = allnorm.Communicator(device=device())
     x, arguments = CASE.x(rank), CASE.but(algorithm="one_shot").call_arguments(c)
     c.all_reduce_add_rms_norm(x, **arguments)
@@ -74,11 +67,6 @@ def count_replays(rank: int, world_size: int) -> None:
     torch.cuda.synchronize()
     assert c.stats().calls["one_shot"] == 8
     c.close()
-
-
-@on(gpu=(2,))
-def test_replays_are_counted(pool: RankPool) -> None:
-    pool.run(count_replays)
 
 
 def fail(rank: int, world_size: int) -> str | None:

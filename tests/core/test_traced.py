@@ -184,7 +184,10 @@ def _compare(got: Any, want: Any, what: str) -> None:
         assert_same_bits(mine, expected, f"{what}, result {place}")
 
 
-def run_right(rank: int, world_size: int, name: str) -> None:
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.filterwarnings("ignore")
+def test_right_under_tracers(rank: int, world_size: int, name: str) -> None:
     transform, (x, r) = RIGHT[name], _inputs(rank)
     for form, program in _Forms(comm()).programs.items():
         for repeats in REPEATS:
@@ -192,13 +195,6 @@ def run_right(rank: int, world_size: int, name: str) -> None:
                 program(x, r)
             _compare(transform(program, x, r), program(x, r), f"{name}, {form}, {repeats}")
     comm().check()
-
-
-@on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.filterwarnings("ignore")
-def test_right_under_tracers(pool: RankPool, name: str) -> None:
-    pool.run(run_right, name, timeout=600)
 
 
 def run_refused(rank: int, world_size: int, name: str) -> list[str]:
@@ -218,11 +214,12 @@ def run_refused(rank: int, world_size: int, name: str) -> list[str]:
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("name", REFUSED)
 def test_gradients_are_refused(pool: RankPool, name: str) -> None:
-    texts = pool.run(run_refused, name, timeout=600)
+    texts = pool.run(run_refused, name)
     assert texts[0] == texts[1]
 
 
-def run_tangents(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_tangents_of_every_input(rank: int, world_size: int) -> None:
     """A tangent of any input is refused; one that does not count is not."""
     c, (x, r) = comm(), _inputs(rank)
     weight = torch.ones(SHAPE[1], device=c.device)
@@ -240,11 +237,6 @@ def run_tangents(rank: int, world_size: int) -> None:
                 _compare(c.all_reduce_add_rms_norm(**dual, eps=EPS), want, "inference mode")
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_tangents_of_every_input(pool: RankPool) -> None:
-    pool.run(run_tangents)
-
-
 NESTED: dict[str, Callable[[Program, torch.Tensor, torch.Tensor], Any]] = {
     "mapped over": lambda f, n, r: torch.vmap(lambda t: f(t, r))(n),
     "x under vmap": lambda f, n, r: torch.vmap(lambda t: f(n, t))(torch.stack([r, r])),
@@ -255,7 +247,11 @@ NESTED: dict[str, Callable[[Program, torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-def run_nested(rank: int, world_size: int, name: str, layout: str) -> None:
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors(rank: int, world_size: int, name: str, layout: str) -> None:
     """A nested tensor is refused, or each part of what is returned is what that part gives."""
     x, r = _inputs(rank)
     nested = torch.nested.nested_tensor([x, 2 * x], layout=getattr(torch, layout))
@@ -276,14 +272,7 @@ def run_nested(rank: int, world_size: int, name: str, layout: str) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("layout", ["strided", "jagged"])
-@pytest.mark.parametrize("name", NESTED)
-@pytest.mark.filterwarnings("ignore")
-def test_nested_tensors(pool: RankPool, name: str, layout: str) -> None:
-    pool.run(run_nested, name, layout)
-
-
-def run_modes(rank: int, world_size: int) -> None:
+def test_dispatch_modes_see_calls(rank: int, world_size: int) -> None:
     """A dispatch mode sees every call, a repeated one too, and what it makes of it is returned."""
     x, r = _inputs(rank)
     for form, program in _Forms(comm()).programs.items():
@@ -295,11 +284,7 @@ def run_modes(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_dispatch_modes_see_calls(pool: RankPool) -> None:
-    pool.run(run_modes)
-
-
-def run_into(rank: int, world_size: int) -> None:
+def test_results_given(rank: int, world_size: int) -> None:
     """Preallocated results, under what records or maps."""
     c, (x, r) = comm(), _inputs(rank)
     weight, want = torch.ones(SHAPE[1], device=c.device), None
@@ -323,11 +308,7 @@ def run_into(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_results_given(pool: RankPool) -> None:
-    pool.run(run_into)
-
-
-def run_script(rank: int, world_size: int) -> None:
+def test_torchscript_keeps_calls(rank: int, world_size: int) -> None:
     """TorchScript neither drops an unused call, which peers make, nor merges two alike ones."""
     c, (x, r) = comm(), _inputs(rank)
 
@@ -346,16 +327,12 @@ def run_script(rank: int, world_size: int) -> None:
     c.check()
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_torchscript_keeps_calls(pool: RankPool) -> None:
-    pool.run(run_script)
-
-
 def _reduce_in(group: dist.ProcessGroup) -> Program:
     return lambda x, r: allnorm.all_reduce(x, group=group)
 
 
-def run_functions_first(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_functions_before_their_communicator(rank: int, world_size: int) -> None:
     """A function whose group has no communicator yet, called under a tracer for the first time."""
     x, r = _inputs(rank)
     want = comm().all_reduce(x)
@@ -367,11 +344,7 @@ def run_functions_first(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_functions_before_their_communicator(pool: RankPool) -> None:
-    pool.run(run_functions_first)
-
-
-def run_versions(rank: int, world_size: int) -> None:
+def test_written_results_have_new_versions(rank: int, world_size: int) -> None:
     """What a call writes to has a new version, and autograd sees it."""
     c, (x, r) = comm(), _inputs(rank)
     weight, quant = torch.ones(SHAPE[1], device=c.device), allnorm.Fp8PerGroup(32)
@@ -422,8 +395,3 @@ def run_versions(rank: int, world_size: int) -> None:
         for _ in range(5):
             c.all_reduce(x, out=memory)
     assert_same_bits(memory, c.all_reduce(x), "inference")
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_written_results_have_new_versions(pool: RankPool) -> None:
-    pool.run(run_versions)

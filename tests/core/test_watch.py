@@ -212,7 +212,7 @@ def peers_of_different_machines(rank: int, world_size: int) -> str:
 
 @on(cpu=(2,))
 def test_peers_of_different_machines_are_not_taken_for_dead(pool: RankPool) -> None:
-    assert pool.run(peers_of_different_machines, timeout=120)[0] == "PeerTimeoutError"
+    assert pool.run(peers_of_different_machines)[0] == "PeerTimeoutError"
 
 
 def test_a_callback_that_raises_ends_nothing(process: subprocess.Popen[bytes]) -> None:
@@ -260,7 +260,7 @@ def meets(rank: int, world_size: int) -> None:
     for _ in range(3):
         meeting = Rendezvous(dist.group.WORLD, 60)
         for step in range(3):
-            got = meeting.agree(lambda s=step: (s, rank), "testing")  # type: ignore[misc]
+            got = meeting.agree(lambda s=step: (s, rank), "testing")
             assert got == [(step, r) for r in range(world_size)]
         assert [process.pid for process in meeting.processes][rank] == os.getpid()
         meeting.end()
@@ -282,8 +282,8 @@ def fails_in_one(rank: int, world_size: int) -> str:
 
 @on(cpu=(3,))
 def test_ranks_meet_again_and_again(pool: RankPool) -> None:
-    pool.run(meets, timeout=60)
-    texts = pool.run(fails_in_one, timeout=60)
+    pool.run(meets)
+    texts = pool.run(fails_in_one)
     assert texts[1].startswith("KeyError")
     assert all("testing failed on rank 1: KeyError" in texts[rank] for rank in (0, 2))
 
@@ -307,7 +307,7 @@ def misses(rank: int, world_size: int, seconds: float) -> tuple[str, int, float]
 
 @on(cpu=(3,))
 def test_construction_is_bounded_and_names_who_is_missing(pool: RankPool) -> None:
-    results = pool.run(misses, 1.0, timeout=90)
+    results = pool.run(misses, 1.0)
     texts = [result[0] for result in results[:2]]
     # The first to give up names the missing, and is named by the others if they were not done.
     assert any("waited 1 s for rank 2 while checking the arguments" in t for t in texts)
@@ -329,9 +329,9 @@ def misses_midway(rank: int, world_size: int) -> str:
 
 @on(cpu=(3,))
 def test_a_rank_that_stops_midway(pool: RankPool) -> None:
-    texts = pool.run(misses_midway, timeout=60)
+    texts = pool.run(misses_midway)
     assert any("rank 0 while the second step" in text for text in texts[1:]), texts
-    pool.run(meets, timeout=60)
+    pool.run(meets)
 
 
 def dies_in_construction(rank: int, world_size: int, after: float) -> tuple[str, float] | None:
@@ -355,7 +355,7 @@ def dies_in_construction(rank: int, world_size: int, after: float) -> tuple[str,
 @pytest.mark.parametrize("after", [0.03, 0.1, 0.171])
 def test_a_death_amid_construction(pool: RankPool, after: float) -> None:
     before = set(pathlib.Path("/dev/shm").glob("allnorm-*"))
-    results = pool.run(dies_in_construction, after, may_die=[1], timeout=60)
+    results = pool.run(dies_in_construction, after, may_die=[1])
     assert results[0] is not None
     # Before the first step nobody knows which process to watch: there the deadline decides.
     assert results[0][0] in ("PeerDiedError", "PeerTimeoutError")

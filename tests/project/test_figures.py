@@ -213,7 +213,7 @@ def test_times_of_engines_are_in_rows(page: str) -> None:
         times = engine_times(file, commit)
         for batch, before, after in zip(batches, default, own, strict=True):
             assert rounds_to(times["default"][batch], before)
-            ms, change = re.fullmatch(r"\**([\d.]+)\** \(([+-][\d.]+) %\)", after).groups()  # type: ignore[union-attr]
+            ms, change = re.fullmatch(r"\**([\d.]+)\** \(([+-][\d.]+) %\)", after).groups()
             assert rounds_to(times["allnorm"][batch], ms)
             ratio = times["allnorm"][batch] / times["default"][batch]
             assert rounds_to(100 * (ratio - 1), change) or rounds_to(100 * (1 - ratio), change[1:])

@@ -395,7 +395,7 @@ def check_file(name: str) -> None:
 def check_allnorm(words: list[str]) -> None:
     if words in ([], ["--help"], ["--version"]):
         return
-    command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands[words[0]]
     given = command.make_context(words[0], words[1:]).params
     for name, read in {
         "shapes": options.shapes,

@@ -114,7 +114,8 @@ def test_product_of_what_was_written(pool: RankPool, sharded: bool) -> None:
     assert len(set(pool.run(check_product, sharded))) == 1
 
 
-def check_compiled(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_compiled(rank: int, world_size: int) -> None:
     c = comm()
     make = {"dtype": torch.bfloat16, "device": c.device}
     weight = shared_input((96,), name="weight", **make)
@@ -136,11 +137,6 @@ def check_compiled(rank: int, world_size: int) -> None:
         ]
         for a, b in zip(got, want, strict=True):
             assert_same_bits(a, b, f"{tokens} rows, compiled")
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_compiled(pool: RankPool) -> None:
-    pool.run(check_compiled)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -348,7 +348,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="float64"):
         reference.quantize(y.double())
     with pytest.raises(TypeError, match="quant"):
-        reference.quantize(y, "fp8")  # type: ignore[arg-type]
+        reference.quantize(y, "fp8")
     with pytest.raises(ValueError, match="hidden_size"):
         reference.quantize(torch.ones(()), allnorm.Fp8PerToken())
     with pytest.raises(ValueError, match=r"64.*128"):
@@ -356,7 +356,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="meta"):
         reference.quantize(y, allnorm.Fp8PerTensor(torch.ones(1, device="meta")))
     with pytest.raises(TypeError, match="quant"):
-        reference.all_reduce_add_rms_norm_quant([y], None, w, 1e-6, quant=None)  # type: ignore[arg-type]
+        reference.all_reduce_add_rms_norm_quant([y], None, w, 1e-6, quant=None)
     with pytest.raises(TypeError, match="list of all ranks"):
         reference.all_reduce_add_rms_norm([y], y, w, 1e-6, residual_sharded=True)
     with pytest.raises(ValueError, match=r"shards\[1\] has shape \[3, 64\].*\[2, 64\]"):

@@ -502,7 +502,7 @@ def test_a_missing_weight_needs_a_post_norm() -> None:
             None,
             1e-6,
             allnorm.Fp8PerToken(),
-            post_norm=post_norm,  # type: ignore[arg-type]
+            post_norm=post_norm,
         )
     with pytest.raises(ValueError, match=r"post_norm\.weight has shape \[7\]"):
         reference.add_rms_norm(x, None, None, 1e-6, post_norm=allnorm.PostNorm(torch.ones(7), 1e-6))

@@ -75,7 +75,7 @@ def timed_collective(rank: int, world_size: int) -> tuple[int, int, Timing]:
 
 @on(cpu=(3,))
 def test_ranks_make_the_same_calls_and_the_slowest_counts(pool: RankPool) -> None:
-    results = pool.run(timed_collective, timeout=60)
+    results = pool.run(timed_collective)
     assert len({(made, calls) for made, calls, _ in results}) == 1
     assert results[0][0] == results[0][1] + 3
     assert all(slowest == Timing(20.0, 20.0, 30.0, 5) for _, _, slowest in results)

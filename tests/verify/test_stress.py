@@ -111,14 +111,14 @@ def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Resul
         before.append(results)
         return results
 
-    Case.issue = spoiling  # type: ignore[method-assign]
+    Case.issue = spoiling
     try:
         if where == "soak":
             found = run(soak.soak, stress=2 * soak.BURST)
         else:
             found = run(soak.repeat_shapes, stress=0, shapes=((3, 512),), repeat=100)
     finally:
-        Case.issue = issue  # type: ignore[method-assign]
+        Case.issue = issue
     return found, spoilt[0] if spoilt else -1
 
 
@@ -144,11 +144,11 @@ def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
         made.append(f"{case} {x.storage_offset()} {x.flatten()[0].item()}")
         return issue(case, comm, x, *rest)
 
-    Case.issue = noting  # type: ignore[method-assign]
+    Case.issue = noting
     try:
         assert run(soak.soak, stress=soak.BURST, seed=seed)["failures"] == 0
     finally:
-        Case.issue = issue  # type: ignore[method-assign]
+        Case.issue = issue
     return made
 
 
@@ -169,11 +169,11 @@ def wrong_peer(rank: int, world_size: int) -> Result:
     def from_another(comm: allnorm.Communicator, x: torch.Tensor, **options: Any) -> torch.Tensor:
         return reduce(comm, x if rank != 1 else torch.roll(x, 1, -1), **options)
 
-    allnorm.Communicator.all_reduce = from_another  # type: ignore[method-assign]
+    allnorm.Communicator.all_reduce = from_another
     try:
         return run(soak.soak, stress=soak.BURST)
     finally:
-        allnorm.Communicator.all_reduce = reduce  # type: ignore[method-assign]
+        allnorm.Communicator.all_reduce = reduce
 
 
 @on(cpu=(3,))
@@ -223,7 +223,7 @@ def replayed(rank: int, world_size: int) -> list[int]:
         if device().type == "cpu":
             with mock.patch.object(soak, "capture", contextlib.nullcontext):
                 graph = Graph(calls)
-            graph._graph = Rerun(graph)  # type: ignore[assignment]
+            graph._graph = Rerun(graph)
         else:
             graph = Graph(calls)
         for start in (0, 7, 31):
@@ -297,7 +297,7 @@ def soaked_in_threads(rank: int, world_size: int, seconds: float) -> Result:
 
 @on(cpu=(2, 3, 4))
 def test_the_soak_of_threads_passes(pool: RankPool) -> None:
-    found = pool.run(soaked_in_threads, 1.0, timeout=600)[0]
+    found = pool.run(soaked_in_threads, 1.0)[0]
     assert found["failures"] == 0, found["details"]
     assert found["rounds"] >= 1
     assert found["communicators"] >= 3
@@ -308,7 +308,7 @@ def test_the_soak_of_threads_passes(pool: RankPool) -> None:
 @pytest.mark.long
 @on(cpu=(4, 6))
 def test_the_soak_of_threads_passes_for_minutes(pool: RankPool) -> None:
-    found = pool.run(soaked_in_threads, 120.0, timeout=1800)[0]
+    found = pool.run(soaked_in_threads, 120.0)[0]
     assert found["failures"] == 0, found["details"]
     assert found["hierarchical"] > 0
 
