@@ -29,6 +29,19 @@ dist.destroy_process_group()
 sys.exit(int(sys.argv[1]))
 """
 
+# `abort` takes the place of a destructor that aborts.
+ABORTS_AT_EXIT = """
+import ctypes
+import sys
+import torch.distributed as dist
+
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+libc.puts(b"written by C")
+sys.exit(7)
+"""
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["trace", *arguments])
@@ -62,6 +75,16 @@ def test_passes_on_a_failure() -> None:
     result = run("--", sys.executable, "-c", "import sys; sys.exit(7)")
     assert result.exit_code == 7
     assert "exit code 7" in unwrapped(result.output)
+
+
+def test_a_rank_ends_before_static_destructors(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ABORTS_AT_EXIT)
+    result = run("--", str(program))
+    assert result.exit_code == 7, result.output
+    assert "written by C" in capfd.readouterr().out
 
 
 def test_no_rank(tmp_path: pathlib.Path) -> None:

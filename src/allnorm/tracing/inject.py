@@ -8,6 +8,7 @@ program, such as a launcher, therefore start without delay.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -96,7 +97,20 @@ def start(folder: str) -> None:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(report.to_dict()))
         part.rename(path)
+        _skip_static_destructors()
 
     atexit.register(finish)
     # A forked child of multiprocessing exits without calling atexit functions.
     multiprocessing.util.Finalize(None, finish, exitpriority=100)
+
+
+def _skip_static_destructors() -> None:
+    """Makes exit() end this process with its exit code before C++ destroys static objects.
+
+    After a profile, a thread of PyTorch's profiler (kineto) may still run, and destroying it aborts
+    the process: "terminate called without an active exception" (pytorch/kineto#1497).
+    """
+    libc = ctypes.CDLL(None)
+    # exit() runs handlers in reverse order of registration: fflush(NULL), then _exit(code).
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
