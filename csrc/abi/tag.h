@@ -41,20 +41,29 @@ inline uint32_t call_details(const AllnormCall& call) {
          static_cast<uint32_t>(call.weight_dtype == ALLNORM_FLOAT32) << 23;
 }
 
-inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
-  int quant = 0;
-  if (is_quantized(call)) {
-    quant = 5 + call.quant;  // 7 and 8
-    if (call.quant == ALLNORM_QUANT_PER_GROUP) {
-      quant = 1;
-      while (8 << quant < call.group_size) ++quant;
-    } else if (is_nvfp4(call)) {
-      quant = 10;
-    }
+inline TagOp tag_op(const AllnormCall& call) {
+  if (call.op == ALLNORM_ALL_GATHER_ROWS) {
+    return is_announcement(call) ? TagOp::kAnnouncement : TagOp::kAllGatherRows;
   }
-  if (ends_with_sum(call)) quant = 9;
+  if (!is_norm(call)) return TagOp::kAllReduce;
+  if (ends_with_sum(call)) return TagOp::kNoNorm;
+  switch (call.quant) {
+    case ALLNORM_QUANT_PER_GROUP:
+      return static_cast<TagOp>(static_cast<int>(TagOp::kPerGroupOf16) +
+                                std::countr_zero(static_cast<uint32_t>(call.group_size / 16)));
+    case ALLNORM_QUANT_PER_TOKEN:
+      return TagOp::kPerToken;
+    case ALLNORM_QUANT_PER_TENSOR:
+      return TagOp::kPerTensor;
+    case ALLNORM_QUANT_NVFP4:
+      return TagOp::kNvFp4;
+    default:
+      return TagOp::kNorm;
+  }
+}
+
+inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
   const bool norm = is_norm(call);
-  const int gather = is_announcement(call) ? kAnnouncementOp : 1;
   const CallShape shape = {
       .hidden_size = call.hidden_size,
       .dtype = call.dtype,
@@ -64,7 +73,7 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
       .numerics = norm ? call.numerics : 0,
       .has_residual = norm && call.residual != nullptr,
       .wants_normed = is_quantized(call) && call.out != nullptr,
-      .op = norm ? 2 + quant : (call.op == ALLNORM_ALL_GATHER_ROWS ? gather : 0),
+      .op = tag_op(call),
   };
   return {static_cast<uint32_t>(num_tokens), shape_code(shape), call_details(call)};
 }

@@ -11,22 +11,25 @@ const char* name(const char* const (&names)[kCount], uint32_t index) {
   return index < kCount ? names[index] : "?";
 }
 
-// The op of a CallShape: "add_rms_norm, float8 by groups of 128".
-std::string describe_op(uint32_t op) {
-  if (op == 0) return "all_reduce";
-  if (op == 1) return "all_gather_rows";
-  if (op == kAnnouncementOp) return "a call through the process group";
-  const std::string norm = "add_rms_norm";
-  const uint32_t quant = op - 2;
-  if (quant == 0) return norm;
-  if (quant == 7) return norm + ", float8 by row";
-  if (quant == 8) return norm + ", float8 by a given scale";
-  if (quant == 9) return norm + " without a second norm";
-  if (quant == 10) return norm + ", NVFP4";
-  return quant < 7 ? norm + ", float8 by groups of " + std::to_string(8 << quant) : "?";
-}
+// By TagOp.
+constexpr const char* kOps[] = {
+    "all_reduce",
+    "all_gather_rows",
+    "add_rms_norm",
+    "add_rms_norm, float8 per group of 16",
+    "add_rms_norm, float8 per group of 32",
+    "add_rms_norm, float8 per group of 64",
+    "add_rms_norm, float8 per group of 128",
+    "add_rms_norm, float8 per group of 256",
+    "add_rms_norm, float8 per group of 512",
+    "add_rms_norm, float8 per token",
+    "add_rms_norm, float8 with a static scale",
+    "add_rms_norm without a second norm",
+    "add_rms_norm, NVFP4",
+    "a call through the process group",
+};
 
-// A CallTag as "16 tokens x 4096 bfloat16, one_shot add_rms_norm, rounded, with residual".
+// Describes a CallTag: "16 tokens x 4096 bfloat16, one_shot add_rms_norm, rounded, with residual".
 std::string describe_call(uint32_t num_tokens, uint32_t shape) {
   static constexpr const char* kDtypes[] = {"float32", "float16", "bfloat16"};
   static constexpr const char* kAlgorithms[] = {"one_shot", "two_shot", "sharded"};
@@ -36,7 +39,7 @@ std::string describe_call(uint32_t num_tokens, uint32_t shape) {
   // The fields of shape_code().
   snprintf(text, sizeof(text), "%u tokens x %u %s, %s %s%s, %s, %s residual", num_tokens,
            shape & 0xfffff, name(kDtypes, shape >> 20 & 3), name(kAlgorithms, shape >> 22 & 3),
-           describe_op(shape >> 28).c_str(), (shape >> 27 & 1) != 0 ? " and normed" : "",
+           name(kOps, shape >> 28), (shape >> 27 & 1) != 0 ? " and normed" : "",
            name(kNumerics, shape >> 24 & 3), (shape >> 26 & 1) != 0 ? "with" : "without");
   return text;
 }

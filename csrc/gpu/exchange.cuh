@@ -1,59 +1,60 @@
-// One operation among all ranks: its number, its slots, who takes part, what went wrong.
+// One operation of all ranks: its number, its slots, the roll call and failures.
 //
-// Contract. All ranks make the same launches in the same order (any grid geometry each). In an
-// operation a rank writes only into the slots of that operation in its peers' workspaces, waits for
-// everything that its peers write into its own, and before the kernel ends restores every slot it
-// has read to kEmptyWord. Two warps of each grid touch no data: one calls the roll, that is,
-// compares CallTags with all peers; the other hands slots back. The kernel does not complete
+// Contract. All ranks make the same launches in the same order, each with its own grid geometry. In
+// an operation, a rank writes only into the slots of that operation in its peers' workspaces, and
+// waits for everything that its peers write into its own. Before the kernel ends, it restores every
+// slot that it has read to kEmptyWord. Two warps of each grid handle no data. One calls the roll:
+// it compares CallTags with all peers. The other returns slots. The kernel does not complete
 // without them.
 //
-// Where slots are (SlotPlace). Operations take units of a half one after the other; one for which
-// not enough are left begins the other half. Two to kHalfUnits operations in a row use a half.
-// Those whose rows take more than half of it use two large phases in turn.
+// Where slots are (SlotPlace). Operations consume the units of a half in order. An operation that
+// does not fit into what is left starts the other half, so each half serves 2 to kHalfUnits
+// consecutive operations. Operations whose rows take more than half of a half alternate between two
+// large phases.
 //
-// Why a slot may be reused. Let R be a receiver and S a sender; S writes into a half of R's in some
-// operations and again when that half's turn has come again; R reads and clears it in the first of
-// these. Let f be the operation that begins the other half in between, f + 1 the next.
-//   1. R's clears, by any thread of any kernel before f, precede the second of those warps in
-//      kernel f, which has passed wait_for_preceding_grid(). It fences and then stores f to S: a
-//      release.
-//   2. The same warp of S in kernel f + 1 waits until it reads f there, or more: an acquire.
-//   3. Kernel f + 1 of S completes after that, and S's writes into the first half, by any thread of
-//      later kernels, come after their wait_for_preceding_grid().
-// So the clear is ordered before the next write to the slot, by one fence in a warp that touches no
-// data, for a number that has arrived an operation ago: it costs the data path nothing. Up to eight
-// rows nothing takes longer than that fence and store, so most operations do without. If a half
-// were used by one operation alone, the wait would be for a number of the same operation, and as
-// long as the data's. (R stores f before later numbers, by the same boundary: the greatest stays.)
-// All operations wait for the number that was stored last before them. Most find what an earlier
-// one has waited for.
-// A tag's slot is written again kPushUnits operations later by its sender: both halves have been
-// begun again by then, and the kernel that read it has ended here, by the same steps.
+// Why a slot may be reused. Let R be a receiver and S a sender. S writes into a half of R in some
+// operations, and R reads and clears it there. S writes into it again when that half is used again.
+// Let f be the operation in between that starts the other half.
+//   1. R's clears, by any thread of any kernel before f, precede the slot-returning warp of R's
+//      kernel f, which has passed wait_for_preceding_grid(). It executes a fence and then stores f
+//      to S: a release.
+//   2. The same warp of S in kernel f + 1 waits until it reads f or more: an acquire.
+//   3. Kernel f + 1 of S completes after that. S's next writes into the first half, by any thread
+//      of later kernels, come after their wait_for_preceding_grid().
+// Hence the clear happens before the next write to the slot. The only fence is in a warp that
+// handles no data, and the number it waits for arrived one operation earlier, so the data path pays
+// nothing. Up to eight rows, nothing takes longer than this fence and store, so most operations
+// have none. If each operation used a whole half, the wait would be for a number of the same
+// operation, and as long as the wait for data. (R stores f before later numbers, by the same kernel
+// boundaries, so the greatest number stays.) Every operation waits for the latest number stored
+// before it. Usually an earlier operation has waited for it already. The slot of a tag is written
+// again by its sender kPushUnits operations later. Both halves have been used again by then, and by
+// the same steps the kernel that read the tag has ended.
 //
-// Why a large phase may be reused (two of them). S writes into it in the large operations b and b',
-// and another large operation v lies between. Large operations hand slots back too. So before it
-// writes anything, a block of a large operation b' waits for the last number that was stored before
-// b': an acquire, and a barrier of the block. That number is of v or of a later operation, so R's
-// fence was in a kernel behind kernel b, and a release of the clears in b. No rank is waited for in
-// vain: all of these waits are for what a rank has stored in an operation before. As a rule nobody
-// waits at all: S's kernel b' - 1 is complete, which waited for R's data, and R stores its number
-// early.
+// Why a large phase may be reused (there are two). S writes into it in the large operations b and
+// b', with another large operation v in between. Large operations return slots too. Before a block
+// of the large operation b' writes, it waits for the latest number stored before b': an acquire,
+// then a barrier of the block. That number is from v or from a later operation, so R's fence was in
+// a kernel after kernel b, and releases the clears in b. All of these waits end: they are for a
+// number that a rank stored in an earlier operation. Usually no block waits at all, because S's
+// kernel b' - 1 is complete, it waited for R's data, and R stores its number early.
 //
-// Why a failure harms nobody who is merely late. All of the above holds as long as waits end with
-// what they waited for. So a rank stores into slots of its peers, and announces its calls, up to
-// and in the first operation in which one of its waits fails, and never again:
-//   - In that operation e who has failed sends no partials, and pushes NaN where a second hop is
-//     owed, so that peers need not wait as well: into slots of this operation, which are free,
-//     since those before, whose kernels wait for step 2, have not failed.
-//   - In later operations nothing is waited for, steps 1 and 2 least of all: a peer that is late
-//     may still be reading operation e, or e - 1, from the slots that they would write. In another
-//     operation's layout a NaN may be a number: 0x7f7f7f7f, four of e4m3, is 3.4e38 as bfloat16.
-// That an earlier operation has failed is known where it matters: the mark was left by a grid that
-// is complete, and begin() reads it behind wait_for_preceding_grid().
+// Why a failing rank cannot corrupt a peer that is merely late. All of the above requires that
+// every wait ended with success. A rank therefore stores into its peers' slots, and announces
+// calls, up to and including the first operation in which one of its waits fails, and never again.
+//   - In that operation e, the failing rank sends no partials. Where it owes a second hop it pushes
+//     NaN, so that its peers need not wait as well. The slots of this operation are free, because
+//     earlier operations, whose kernels did step 2, have not failed.
+//   - In later operations it does not wait, not even in steps 1 and 2. A late peer may still be
+//     reading operation e or e - 1 from the slots that later operations would write. In the layout
+//     of a different operation a NaN may be a number: 0x7f7f7f7f, four NaNs of e4m3, is 3.4e38 as
+//     bfloat16.
+// Every block sees an earlier failure: the grid that set the mark has completed, and begin() reads
+// the mark after wait_for_preceding_grid().
 //
-// The operation counter has one copy per possible block. A block reads its own copy; it advances an
-// equal share of those that no block of this grid owns, and its own when all its threads have read
-// it: no atomics, and all copies are equal whatever grids follow each other.
+// The operation counter has one copy per possible block. A block reads its own copy. It advances an
+// equal share of the copies that no block of this grid owns, and its own copy when all its threads
+// have read it. No atomics are needed, and all copies are equal whatever grids follow.
 #ifndef ALLNORM_GPU_EXCHANGE_CUH_
 #define ALLNORM_GPU_EXCHANGE_CUH_
 
@@ -68,7 +69,7 @@
 
 namespace allnorm {
 
-// How many ranks there are, and how many there may be.
+// The number of ranks, and its upper bound at compile time.
 template <int kWorldSize>
 __device__ __forceinline__ int world_size_of(const FusedParams& params) {
   return kWorldSize == kAnyWorldSize ? params.world_size : kWorldSize;
@@ -79,16 +80,16 @@ constexpr int kMostRanks = kWorldSize == kAnyWorldSize ? kPushMaxWorldSize : kWo
 template <int kWorldSize>
 class Exchange {
  public:
-  // Waits for the preceding grid: nothing that it wrote may be read before.
+  // Waits for the preceding grid. Nothing that it wrote may be read before.
   __device__ __forceinline__ explicit Exchange(const FusedParams& params)
       : params_(params), deadline_(params.timeout_ns) {
     ALLNORM_FAULT(grid_not_waited_for, ,
                   ALLNORM_FAULT(counter_read_early, , wait_for_preceding_grid()));
   }
 
-  // Which operation this is. Loads that need no slot come before it: the answer takes a round trip
-  // to memory, and what is used of it at once, its failures, would keep later loads waiting. A
-  // matrix product sweeps both lines out of the L2 cache unless they are kept
+  // Loads the operation number and the failure mark. Call it after loads that need no slot: the
+  // answer takes a round trip to memory, and the failure mark is used at once, so later loads would
+  // wait for it. Both lines must be kept in the L2 cache, or a GEMM evicts them
   // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
   __device__ __forceinline__ void begin() {
     const char* own = params_.workspace[0];
@@ -101,27 +102,29 @@ class Exchange {
     failed_ = poisoned != 0;
     failed_before_ = failed_ && poisoned != poison(op_);
     if (ALLNORM_FAULT(large_not_waited_for, false, params_.large)) wait_for_slots();
-    failed_ = any_lane(failed_);  // as wait_together() wants it
+    failed_ = any_lane(failed_);  // wait_together() needs the same value in all lanes
     pause();
   }
 
-  // What the grid does besides rows: the warp of number `warp` of one of its blocks.
+  // Does the work of the grid that belongs to no row: warps 0 and 1 of one block call the roll and
+  // return slots.
   __device__ __forceinline__ void serve(int warp) {
     pause();
     if (warp == 0) call_roll();
     if (warp == 1) hand_back_slots();
   }
 
-  // For allnorm_comm_stats(): nobody else sees replays of graphs. One thread of one grid at a time;
-  // it waits for no answer. Early: a grid ends when all that it has stored is in memory.
+  // Counts this launch for allnorm_comm_stats(), because the host does not see replays of graphs.
+  // Called by one thread of one grid at a time; does not wait for the result. Call it early: a grid
+  // ends when all its stores are in memory.
   __device__ __forceinline__ void count_launch() {
     char* const launches = params_.workspace[0] + PushControl::kLaunches;
     atomicAdd(reinterpret_cast<unsigned long long*>(launches) + algorithm_of(params_.tag.shape),
               1ull);
   }
 
-  // Advances this block's share of those copies of the operation counter that no block of this grid
-  // reads. It takes a hundred cycles: where nothing waits for them.
+  // Advances this block's share of the counter copies that no block of this grid reads. It takes
+  // about 100 cycles, so call it where nothing waits for it.
   __device__ __forceinline__ void advance_unused() {
     const uint64_t next = next_counter();
     for (int copy = ALLNORM_FAULT(counters_of_blocks_advanced, 0, gridDim.x) + blockIdx.x +
@@ -133,16 +136,16 @@ class Exchange {
     }
   }
 
-  // Advances the block's own copy. Every thread of the block has read it before any comes here.
+  // Advances the block's own copy. Call it after every thread of the block has read the copy.
   __device__ __forceinline__ void advance() {
     if (threadIdx.x == 0) copies()[blockIdx.x] = next_counter();
   }
 
-  // Polls until `ready()` in all lanes of the warp, which call it together; false if a wait has
-  // failed, now or before. `missing()` is who is waited for.
+  // Polls until ready() is true in all lanes of the warp, which call this together. Returns false
+  // if a wait has failed, now or before. missing() returns the rank that the lane waits for.
   //
-  // No lane leaves the loop before the others: the hardware would run what follows once for those
-  // that left first and once more for the rest
+  // All lanes leave the loop together. Otherwise the hardware would run the following code twice:
+  // for the lanes that left first, and for the rest
   // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
   template <class Ready, class Missing>
   __device__ __forceinline__ bool wait_together(Ready&& ready, Missing&& missing) {
@@ -150,7 +153,7 @@ class Exchange {
     while (!failed_) {
       const bool here = ready();
       if (ALLNORM_FAULT(any_lane_suffices, any_lane, all_lanes)(here)) return true;
-      // Lanes that have waited alone may have counted further.
+      // The poll counters differ if lanes have waited alone before.
       if (any_lane(deadline_.look_due())) {
         const bool time_is_up = deadline_.expired();
         if (ALLNORM_FAULT(every_lane_names_who_is_missing, true, !here))
@@ -163,35 +166,35 @@ class Exchange {
 
   __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
 
-  // Of slots that are marked as empty.
+  // Cache policy for marking slots as empty.
   __device__ __forceinline__ CachePolicy slot_policy() const { return params_.slot_policy; }
 
   __device__ __forceinline__ bool failed() const { return failed_; }
 
-  // Whether an operation before this one has failed: then peers are sent nothing. Known from the
-  // start: that failure's mark was left by a grid that was complete when begin() looked.
+  // Returns whether an earlier operation has failed; then peers are sent nothing. Final after
+  // begin(), because the grid that set the mark had completed.
   __device__ __forceinline__ bool failed_before() const { return failed_before_; }
 
-  // Start of this operation's slots in the workspace of the rank `q` after this one.
+  // Returns the start of this operation's slots in the workspace of the `q`th rank after this one.
   __device__ __forceinline__ char* slots(int q) const {
     return params_.workspace[q] + slots_begin_;
   }
 
  private:
-  // Delays a warp now and then, in a library that is built for soaks.
+  // Delays some warps at random, in libraries built for soak tests.
   __device__ __forceinline__ void pause() {
     if constexpr (kLongestPauseNs != 0) {
       const int64_t start = DeviceClock::now_ns();
       const uint32_t hash = (static_cast<uint32_t>(start) + 977 * threadIdx.x / 32) * 0x9e3779b1u;
       if (hash >> 30 != 0) return;
       const int64_t pause_ns = static_cast<int64_t>(hash >> 14 & 0xffff) * kLongestPauseNs;
-      // Polls something, as every wait does.
+      // Polls, as every wait does.
       const char* own = params_.workspace[0] + PushControl::kLeft;
       while (DeviceClock::now_ns() - start < pause_ns >> 16) load_relaxed_sys_u32(own);
     }
   }
 
-  // Of the operation counter.
+  // Copies of the operation counter.
   __device__ __forceinline__ uint64_t* copies() const {
     return reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
   }
@@ -199,12 +202,13 @@ class Exchange {
     return static_cast<uint64_t>(place_.next()) << 32 | (op_ + 1);
   }
 
-  // What is in kPoisoned once operation `op` has failed; never 0.
+  // Value of kPoisoned after operation `op` has failed; never 0.
   __device__ __forceinline__ static unsigned long long poison(uint32_t op) {
     return 1ull << 32 | op;
   }
 
-  // The same for one lane, which waits for `peer`.
+  // Polls until ready() in this lane alone, which waits for `peer`. Returns false if a wait has
+  // failed.
   template <class Ready>
   __device__ __forceinline__ bool wait_alone(Ready&& ready, int peer) {
     pause();
@@ -215,16 +219,17 @@ class Exchange {
     return false;
   }
 
-  // Lane q's peer: the rank q after this one. -1 in lanes without one.
+  // Returns the peer of lane q: the `q`th rank after this one; -1 for lanes without a peer.
   __device__ __forceinline__ int peer_of_lane() const {
     const int lane = threadIdx.x % 32;
     return lane == 0 || lane >= world_size() ? -1 : (params_.rank + lane) % world_size();
   }
 
-  // Tells every peer what this operation is, and waits until every peer has announced the same.
+  // Announces this operation to every peer, and waits until every peer has announced the same.
   __device__ __forceinline__ void call_roll() {
     const int peer = peer_of_lane();
-    // A rank that has failed just now, in another block, still tells its peers why.
+    // A rank whose other block has just failed still announces its call, so that its peers learn of
+    // it.
     if (peer < 0 || failed_before()) return;
     char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(op_, params_.rank);
     store_relaxed_sys(theirs, params_.tag.word(op_, 0));
@@ -245,24 +250,24 @@ class Exchange {
     }
   }
 
-  // The head of a large operation. All threads of the block call it.
+  // Waits for slots at the head of a large operation. All threads of the block call it.
   __device__ __forceinline__ void wait_for_slots() {
     if (threadIdx.x < 32) wait_for_number(peer_of_lane());
-    // The other threads write after what these have read. If these have failed just now they write
-    // too, what they owe in this operation: nobody reads from those slots any more, since all
-    // peers have announced the operation before. At worst it is lost, by a clear that comes late:
-    // nobody waits for it for ever.
+    // barrier: orders the acquires of the first warp before the writes of all threads. If the first
+    // warp has just failed, the other threads still write what they owe in this operation. No rank
+    // reads those slots any more, because all peers have announced the preceding operation. At
+    // worst a late clear deletes the data, and the wait for it then times out.
     ALLNORM_FAULT(large_block_does_not_wait, , __syncthreads());
   }
 
-  // Steps 1 and 2 of the reuse argument.
+  // Returns slots: steps 1 and 2 of the reuse argument.
   __device__ __forceinline__ void hand_back_slots() {
     const int peer = peer_of_lane();
     if (peer < 0 || failed_) return;
     if (place_.hands_back()) {
-      // release: everything the grids before this one did, their clears above all; pairs with the
-      // acquire in a later kernel of the peer. Before the wait: up to some eight rows nothing in a
-      // grid ends later than this store, and no peer can wait for it in vain.
+      // release: orders everything that earlier grids did, above all their clears; pairs with the
+      // acquire in a later kernel of the peer. It precedes the wait below, because up to about
+      // eight rows nothing in a grid ends later than this store, and because peers wait for it.
       ALLNORM_FAULT(no_fence, , ALLNORM_FAULT(fence_after_number, , fence_acq_rel_sys()));
       store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
                         op_);
@@ -271,11 +276,12 @@ class Exchange {
     ALLNORM_FAULT(peers_not_waited_for, , wait_for_number(peer));
   }
 
-  // Until `peer` has handed back what it read before the last operation that hands slots back.
+  // Waits until `peer` has returned the slots that it read before the last operation that returns
+  // slots.
   __device__ __forceinline__ void wait_for_number(int peer) {
     if (peer < 0) return;
     const char* number = params_.workspace[0] + PushControl::released(peer);
-    // acquire: the peer's clears before what is read; pairs with the fence in its
+    // acquire: makes the peer's clears visible; pairs with the fence in the peer's
     // hand_back_slots().
     const auto reached = [&] {
       return has_reached(
@@ -286,8 +292,9 @@ class Exchange {
     wait_alone(reached, peer);
   }
 
-  // The rare look during a wait: has a peer announced something else, has another thread failed, is
-  // the time up? Static, with everything by value, so that the object stays in registers.
+  // Checks, rarely during a wait, whether a peer announced a different call, another thread failed,
+  // or the time is up. The function is static and takes values, so that the object stays in
+  // registers.
   __device__ __forceinline__ void look(int source, bool time_is_up) {
     failed_ = look_at_peers(params_, op_, source, time_is_up, deadline_.is_long());
   }
@@ -295,11 +302,10 @@ class Exchange {
   __device__ __noinline__ static bool look_at_peers(const FusedParams& params, uint32_t op,
                                                     int source, bool time_is_up, bool is_long) {
     char* own = params.workspace[0];
-    // Over the bus, so only here, and only when the wait is long: half a microsecond for each warp
-    // that waits, one after the other
-    // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
-    // A rank that ended after it came to this operation is nobody's fault unless it is the one that
-    // is waited for, or the host says that all has arrived that ever will.
+    // This read crosses the bus and takes half a microsecond per waiting warp, so it happens only
+    // in long waits (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange). A
+    // rank that ended after it came to this operation is not an error, unless this thread waits for
+    // it, or the host reports that no more data can arrive.
     const uint32_t died =
         is_long ? const_cast<const volatile AllnormFault*>(params.fault)->died : 0;
     int gone = -1;
@@ -315,8 +321,8 @@ class Exchange {
       } else if ((died >> peer & 1) != 0) {
         return record_fault(params, op, peer, ALLNORM_PEER_DIED);
       } else if (time_is_up) {
-        // Who has not even announced the operation is the one to name: the rank that is waited for
-        // may itself wait for another.
+        // Reports a rank that has not even announced the operation: the rank that this thread waits
+        // for may itself be waiting for it.
         return record_fault(params, op, peer, ALLNORM_TIMEOUT);
       }
     }
@@ -328,7 +334,7 @@ class Exchange {
     return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;
   }
 
-  // Records the first failure for the host and makes this and all later launches wait for nobody.
+  // Records the first failure for the host, and turns off the waits of this and all later launches.
   // Returns true.
   __device__ __noinline__ static bool record_fault(const FusedParams& params, uint32_t op, int peer,
                                                    AllnormStatus status) {
@@ -341,7 +347,7 @@ class Exchange {
     fault->expected_op = op;
     fault->expected_tokens = params.tag.num_tokens;
     fault->expected_shape = params.tag.shape;
-    // What the peer announced for this operation, or else its newest announcement.
+    // The peer's announcement for this operation, or else its newest announcement.
     uint64_t words[2] = {0, 0};
 #pragma unroll 1
     for (uint32_t back = 0; back < PushControl::kTagSlots; ++back) {
@@ -357,8 +363,8 @@ class Exchange {
     fault->seen_op = static_cast<uint32_t>(words[0] >> 32);
     fault->seen_tokens = static_cast<uint32_t>(words[0]);
     fault->seen_shape = static_cast<uint32_t>(words[1]);
-    // The status last: the host reads the rest once it sees one. Pairs with the acquire load of the
-    // status in GpuCommunicator::status().
+    // fence: orders the fields above before the status, after which the host reads them; pairs with
+    // the acquire in GpuCommunicator::recorded_status().
     ALLNORM_FAULT(fault_status_not_fenced, , __threadfence_system());
     fault->status = status;
     return true;
@@ -368,7 +374,7 @@ class Exchange {
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
   SlotPlace place_;
-  int64_t slots_begin_;  // in every workspace; made again for each row it costs kernels registers
+  int64_t slots_begin_;  // in every workspace; recomputing it per row costs registers
   bool failed_;
   bool failed_before_;
 };

@@ -1,5 +1,5 @@
-// Optional features of a kernel, beyond the call that most models make. A feature costs every call
-// of its kernel code and registers, so a call runs on a kernel with only the features that it
+// Optional features of a kernel, beyond the call that most models make. A feature adds code and
+// registers to every call of its kernel, so a call runs on a kernel with only the features that it
 // needs: gpu/kernel_table.cuh.
 #ifndef ALLNORM_GPU_FEATURES_H_
 #define ALLNORM_GPU_FEATURES_H_
@@ -8,8 +8,8 @@ namespace allnorm {
 
 struct Features {
   bool experts = false;      // numerics step 0: a partial is a sum of rows of experts
-  bool islands = false;      // step 1b: sums of several islands; of rows with owners only
-  bool post_step = false;    // step 1c: post norm and scale; then the norm may be left out
+  bool islands = false;      // step 1b: sums of several islands; only for rows with owners
+  bool post_step = false;    // step 1c: post norm and scale; the norm is then optional
   bool all_formats = false;  // step 6: NVFP4, and scales in tiles
 
   constexpr bool cover(const Features& needs) const {

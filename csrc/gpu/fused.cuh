@@ -1,11 +1,12 @@
-// The fused kernel: any source, transport, schedule and format, with the norm between them; rows
-// streamed by clusters of blocks. Of one row, in the cluster that holds it, one pack a thread:
+// The fused kernel: any source, transport, schedule and format, with the norm in between. Clusters
+// of blocks process the rows in a stream. One row, in the cluster that holds it, one pack per
+// thread:
 //
 //   one_shot                                                           two_shot differs in
 //     op = own counter; roll call; slots of op     exchange.cuh
 //     partial = load(row)                          sources/
-//     for each peer:                               transports/         to the owner of the pack
-//     alone
+//     for each peer:                               transports/         only to the owner of the
+//     pack
 //       store(peer.slot[me][row], partial)
 //     for each rank, in order:                     slots.cuh           the owner sums, and pushes
 //       sum += rank == me ? partial                                    the sum to every peer;
@@ -16,14 +17,14 @@
 //     rstd = 1 / rms(z), over the cluster          row_reduction.cuh
 //     store(format(z * rstd * gains))              formats/
 //
-// The first cluster serves the exchange instead (serve_exchange): roll call, slots handed back,
-// padding of scales. Which rows are on their way while another is worked on is the schedule
-// (schedules/). Arrival needs no flag: a word that is not the empty word has arrived.
+// The first cluster handles no row: it calls the roll, returns slots and clears the padding of
+// scales (serve_exchange). The schedule (schedules/) determines which rows are in flight while
+// another row is processed. Arrival needs no flag: a word that is not the empty word has arrived.
 //
-// The dependent grid is let in once all of this rank's partials are on their way: its launch then
-// overlaps the rest. It may read nothing before griddepcontrol.wait, which waits until this
-// grid is complete and its stores are visible, whenever it was let in; the PTX ISA demands that
-// wait of every grid that is launched as a dependent. docs/protocol.md has what this saves.
+// The dependent launch is triggered once all partials of this rank have been sent, so that the
+// launch overlaps the rest. The dependent grid may read nothing before griddepcontrol.wait, which
+// waits until this grid is complete and its stores are visible; the PTX ISA demands that wait of
+// every dependent grid. docs/protocol.md has what this saves.
 #ifndef ALLNORM_GPU_FUSED_CUH_
 #define ALLNORM_GPU_FUSED_CUH_
 
@@ -33,7 +34,7 @@
 
 namespace allnorm {
 
-// The first cluster of a grid: what belongs to no row.
+// Does the work of the grid's service cluster: roll call, returning slots, padding.
 template <class Format, int kWorldSize>
 __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
                                                const RowReduction& row_reduction,
@@ -64,11 +65,11 @@ struct FusedKernel {
   using Schedule = Schedule_;
   using Format = Format_<T>;
 
-  // Blocks that a multiprocessor is to hold: many rows hide every latency, if two of them fit.
+  // Blocks per SM. With many rows, two blocks hide every latency.
   static constexpr int kBlocks = kGrid == Grid::kDense && !Source::kPrefetches ? 2 : 1;
-  // With registers for two a float32 weight spilled, in calls without one too. With the post step,
-  // gains made ahead spill from three ranks on.
-  // Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#registers
+  // At two blocks per SM a float32 weight spilled, also in calls without one. With the post step,
+  // gains made ahead spill from three ranks on. Figures:
+  // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#registers
   static constexpr bool kAhead =
       kGrid == Grid::kSparse && (!kFeatures.post_step || kWorldSize == 2);
   static constexpr Gains kGains = kBlocks == 2 ? Gains::kLean

@@ -13,7 +13,7 @@
 
 namespace allnorm {
 
-// One thread per peer. The end of the kernel makes the stores complete.
+// Stores the probe words, one thread per peer. The end of the kernel completes the stores.
 __device__ __forceinline__ void store_probes(const ProbeParams& params) {
   const int peer = static_cast<int>(threadIdx.x);
   if (ALLNORM_FAULT(last_peer_not_probed, peer + 1, peer) >= params.world_size ||

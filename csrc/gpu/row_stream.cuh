@@ -1,8 +1,8 @@
-// The rows of one cluster, first, first + step, ..., as schedules see them: what they send, load,
-// norm and store of a row. In which order is for the schedule, a file of gpu/schedules/ each.
+// The rows of one cluster (first, first + step, ...), and the steps of a row: load, send, norm and
+// store. A schedule, one file each in gpu/schedules/, determines their order.
 //
-// A wait is for something that all ranks do before they wait for anything of that row or a later
-// one, so the lowest unfinished row can always be finished, however the ranks' grids are cut.
+// No deadlock: every rank does what a wait needs before it waits for that row or any later one. The
+// lowest unfinished row can therefore always finish, however each rank splits its grid.
 #ifndef ALLNORM_GPU_ROW_STREAM_CUH_
 #define ALLNORM_GPU_ROW_STREAM_CUH_
 
@@ -12,12 +12,12 @@
 
 namespace allnorm {
 
-// A block that ends without this lets them in as well.
+// Triggers the dependent launch. A block that ends triggers it as well.
 __device__ __forceinline__ void let_dependents_in(const FusedParams& params) {
   if (!params.late_trigger) trigger_next_grid();
 }
 
-// One thread's part, for a FusedKernel: the same pack of every row.
+// One thread's part of a FusedKernel: the same pack of every row.
 template <class Kernel>
 struct RowStream {
   using Source = typename Kernel::Source;
@@ -26,7 +26,7 @@ struct RowStream {
 
   __device__ __forceinline__ bool is_last(int row) const { return row + step >= end; }
 
-  // This rank's partial.
+  // Loads this rank's partial.
   __device__ __forceinline__ Pack load(int row) const {
     return live && row >= 0 && row < end ? source.load(row) : Pack{};
   }
@@ -34,7 +34,7 @@ struct RowStream {
     if (row < end) transport.send(row, partial);
   }
 
-  // What no partial is needed for, while those of the first row are on their way.
+  // Does work that needs no partial, while the partials of the first row are in flight.
   __device__ __forceinline__ void prefetch() {
     epilogue.prefetch_weight();
     epilogue.prefetch_row(first);
@@ -44,7 +44,7 @@ struct RowStream {
 
   __device__ __forceinline__ void norm_and_store(int row, const Pack& reduced, bool last) {
     epilogue.add_row(row, reduced);
-    // After the barrier in add_row().
+    // add_row() contains the barrier that advance() needs.
     if (last) exchange.advance();
     if (row == first) stamps.at(Stamp::kSummed);
     if (epilogue.norms()) epilogue.store_row(row, epilogue.finish());

@@ -1,6 +1,6 @@
-// One pack in the slots of a workspace: how it is waited for, taken and cleared.
+// One pack in the slots of a workspace: waiting for it, taking it and clearing it.
 //
-// Flag in data: a slot word that is not kEmptyWord has arrived. See gpu/exchange.cuh for reuse.
+// Flag in data: a slot word that is not kEmptyWord has arrived. gpu/exchange.cuh explains reuse.
 #ifndef ALLNORM_GPU_SLOTS_CUH_
 #define ALLNORM_GPU_SLOTS_CUH_
 
@@ -11,8 +11,8 @@
 
 namespace allnorm {
 
-// Numerics step 1 over one pack: sum in rank order, rounded once. `unrounded`, if it is not null,
-// receives it before.
+// Numerics step 1 for one pack: adds in rank order and rounds once. If `unrounded` is not null, the
+// sum before rounding is stored there.
 template <class T, int kCount>
 __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kCount],
                                                   float* unrounded = nullptr) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kCount],
   return pack<T>(sum);
 }
 
-// A NaN in every element of every dtype, that is not kEmptyWord.
+// A pack with NaN in every element, for every dtype; contains no kEmptyWord.
 __device__ __forceinline__ Pack nan_pack() {
   return {kCanonicalWord, kCanonicalWord, kCanonicalWord, kCanonicalWord};
 }
@@ -37,7 +37,8 @@ __device__ __forceinline__ Pack nan_pack() {
 template <class T, int kCount>
 constexpr bool kHasKernel = compiled_world_size<T>(kCount) == kCount;
 
-// `function<kCount>()` for the number of ranks, which is one that has no kernel of its own.
+// Calls `function<kCount>()` with the run-time number of ranks, for world sizes without a kernel of
+// their own.
 template <class T, int kCount = kPushMaxWorldSize, class Function>
 __device__ __forceinline__ Pack at_count(int world_size, const Function& function) {
   static_assert(kHasKernel<T, 2> && !kHasKernel<T, 3>);
@@ -51,14 +52,14 @@ __device__ __forceinline__ Pack at_count(int world_size, const Function& functio
   }
 }
 
-// receive_partials() of `kCount` ranks.
+// receive_partials() for `kCount` ranks.
 template <class T, int kCount, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchange,
                                                     const char* slot, int64_t stride, int rank,
                                                     const Pack& own, bool live, const Pack* peeked,
                                                     float* unrounded) {
-  // In the order of ranks; of two, whose sum does not depend on it, this one first: known when this
-  // is compiled.
+  // Adds in rank order. With two ranks the order does not change the sum, so this rank goes first,
+  // which is a compile-time choice.
   const int place = kCount == 2 ? 0 : rank;
   Pack partial[kCount];
   bool loads = peeked == nullptr;
@@ -69,7 +70,7 @@ __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchan
       if (source == place) {
         partial[source] = own;
       } else if (!live) {
-        partial[source] = Pack{};  // has arrived
+        partial[source] = Pack{};  // counts as arrived
       } else if (!loads) {
         partial[source] = *peeked;
       } else {
@@ -93,20 +94,20 @@ __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchan
     }
     return first;
   };
-  if (unrounded != nullptr) unpack<T>(nan_pack(), unrounded);  // which stays after a failure
+  if (unrounded != nullptr) unpack<T>(nan_pack(), unrounded);  // stays there after a failure
   if (!exchange.wait_together(poll, missing)) return nan_pack();
   return sum_in_rank_order<T>(partial, unrounded);
 }
 
-// Waits for the partials of one pack from all peers, all loads in flight together, and sums them.
-// `slot` is where the first other rank's partial arrives, `stride` the bytes to the next one's. All
-// lanes of a warp call it; of one that is not `live` nothing is loaded. `peeked`, for two
-// ranks, is what this thread has loaded from there in this operation: the first poll. `unrounded`:
-// as of sum_in_rank_order().
+// Waits for the partials of one pack from all peers, with all loads in flight together, and sums
+// them. All lanes of a warp call it; lanes that are not `live` load nothing. `slot`: where the
+// first other rank's partial arrives. `stride`: bytes to the next rank's. `peeked`, only with two
+// ranks: what this thread has loaded from the slot in this operation, as its first poll.
+// `unrounded`: see sum_in_rank_order().
 //
-// A kernel of any number of ranks has a copy for each that has no kernel of its own. With one copy
-// for as many as there may be two_shot spilled, and a matrix product sweeps what was spilled out of
-// the caches: docs/engineering-log/2026-11-27-spills.md
+// A kernel for any number of ranks has a copy of this code per world size without a kernel of its
+// own. With a single copy for the largest world size two_shot spilled, and a GEMM evicts spilled
+// values from the caches: docs/engineering-log/2026-11-27-spills.md
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
                                                  int64_t stride, int rank, const Pack& own,
@@ -123,14 +124,14 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
   }
 }
 
-// Marks a slot as empty again, for its next use.
+// Marks a slot as empty for its next use.
 template <int kWorldSize>
 __device__ __forceinline__ void clear_slot(const Exchange<kWorldSize>& exchange, char* slot) {
   store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord}, exchange.slot_policy());
 }
 
-// Waits for a pack that one rank pushes to `slot`, takes it and marks the slot as empty again.
-// `source` returns who that is. All lanes of a warp call it; those that are not `live` get zeros.
+// Waits for a pack that one rank pushes to `slot`, takes it and marks the slot as empty. `source`
+// returns that rank. All lanes of a warp call it; lanes that are not `live` get zeros.
 template <int kWorldSize, class Source>
 __device__ __forceinline__ Pack receive_pack(Exchange<kWorldSize>& exchange, char* slot, bool live,
                                              Source&& source) {
@@ -144,7 +145,7 @@ __device__ __forceinline__ Pack receive_pack(Exchange<kWorldSize>& exchange, cha
   return pack;
 }
 
-// Marks the slots of one pack as empty again, for their next use.
+// Marks all slots of one pack as empty for their next use.
 template <int kWorldSize>
 __device__ __forceinline__ void clear_partials(const Exchange<kWorldSize>& exchange, char* slot,
                                                int64_t stride) {
@@ -155,7 +156,7 @@ __device__ __forceinline__ void clear_partials(const Exchange<kWorldSize>& excha
   }
 }
 
-// `rank`'s number among the others of the rank `q` after it.
+// Returns the index of `rank` among the other ranks of the `q`th rank after it.
 template <int kWorldSize>
 __device__ __forceinline__ int number_at(int q, int rank, int world_size) {
   return kWorldSize == 2 ? 0
@@ -163,7 +164,7 @@ __device__ __forceinline__ int number_at(int q, int rank, int world_size) {
                                          rank + q >= world_size ? rank - 1 : rank);
 }
 
-// The same for packs of fewer words: what a format has made of a pack.
+// Packs of fewer words, which a format has made of a pack.
 __device__ __forceinline__ void store_to_peer(char* address, const Words<1>& pack) {
   store_relaxed_sys(address, pack.word[0]);
 }

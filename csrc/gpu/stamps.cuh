@@ -1,6 +1,5 @@
-// When each warp passes which point of its first row, of kernels whose schedule is run_one_shot()
-// or run_paced(): in a library that is built with CMake's ALLNORM_STAMPS, for benchmarks/stamps.py.
-// Otherwise nothing of it is compiled.
+// Time stamps of the points that each warp passes in its first row, for the schedules OneRowAhead
+// and Paced. For benchmarks/stamps.py; compiled only with CMake's ALLNORM_STAMPS.
 #ifndef ALLNORM_GPU_STAMPS_CUH_
 #define ALLNORM_GPU_STAMPS_CUH_
 
@@ -13,14 +12,14 @@ namespace allnorm {
 
 class Stamps {
  public:
-  // The first lines of a kernel.
+  // Construct at the start of a kernel.
   __device__ __forceinline__ Stamps() : entered_ns_(DeviceClock::now_ns()) { at(Stamp::kEntered); }
 
   __device__ __forceinline__ void at(Stamp stamp) {
     cycles_[static_cast<int>(stamp)] = cycles_now();
   }
 
-  // The last lines: what has been kept in registers goes to where allnorm_stamps_to() has said.
+  // Stores the stamps, kept in registers until then, at the address given to allnorm_stamps_to().
   __device__ __forceinline__ void store(const FusedParams& params, int row) {
     at(Stamp::kStored);
     if (params.stamps == nullptr || threadIdx.x % 32 != 0) return;

@@ -1,4 +1,4 @@
-// One or two words: what a format of fewer bits than x has makes of a pack.
+// One or two words: a pack in a format with fewer bits than x.
 #ifndef ALLNORM_GPU_WORDS_CUH_
 #define ALLNORM_GPU_WORDS_CUH_
 

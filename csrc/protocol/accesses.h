@@ -1,14 +1,13 @@
-// What the ranks do with memory that they share: one table for kernels, models and machine code.
+// Accesses to the memory that ranks share: one table for kernels, models and machine code.
 //
-//   gpu/cuda/memory.cuh            makes its instructions across the link of the verbs
+//   gpu/cuda/memory.cuh            builds its instructions across the link from the verbs
 //   tests/cuda_accesses_test.cpp   compares what each thread of the kernels does with the rows, in
-//                                  their order, and whether it does it where an operation has
-//                                  failed
-//   tests/cpu_accesses_test.cpp    the same of csrc/cpu
-//   tests/native/protocol_model/   checks the protocol that the rows are under memory models
+//                                  their order, also after a failure
+//   tests/cpu_accesses_test.cpp    does the same for csrc/cpu
+//   tests/native/protocol_model/   checks the protocol that the rows define under memory models
 //   tests/native/sass/             counts the verbs in the machine code
 //
-// The readers of the last two take a line for a row: one row or verb a line.
+// The last two read this file line by line: write one row or verb per line.
 #ifndef ALLNORM_PROTOCOL_ACCESSES_H_
 #define ALLNORM_PROTOCOL_ACCESSES_H_
 
@@ -31,27 +30,25 @@
 #define ALLNORM_GRID_WAIT      (griddepcontrol, wait,       none)
 #define ALLNORM_BLOCK_BARRIER  (barrier,       cta,         none)
 
-// The instruction of a verb, without its operands.
+// The instruction of a verb, without operands.
 #define ALLNORM_PTX(verb) ALLNORM_PTX_OF verb
 #define ALLNORM_PTX_OF(operation, order, type) #operation "." #order ".global." #type
 #define ALLNORM_PTX_FENCE(verb) ALLNORM_PTX_FENCE_OF verb
 #define ALLNORM_PTX_FENCE_OF(operation, order, type) #operation "." #order
 
-// ---- CUDA: accesses, in the order of each part --------------------------------------------------
-//
-// part      what a thread does: the lanes that call the roll or hand slots back, one for each peer,
-//           and the threads of rows. A large operation begins with `head` in every block. Of a row
-//           every thread does `send`; whoever sums does `own`, in one_shot everybody; the others do
-//           `receive`. Rows with owners: sums and rows of the dtype of x are `rows`, finished rows
-//           in their format `packed`, behind the exchange of partials `owners`.
-// place     of the own workspace where it is loaded or cleared, else of a peer's
-// number    what is stored or waited for: the operation's (op), the last before it that handed
-//           slots back (last), the tag, a payload
-// when      large: in large operations. hands_back: in operations that hand slots back, by ranks
-//           that have not failed. unless_failed: not by a thread whose wait has failed in this
-//           operation or before; unless_failed_before: not after an earlier operation has failed.
-//           What is loaded, is loaded by who has not failed.
-// partner   the part of a peer that reads what is stored or stores what is read
+// part      the role of a thread. Lanes of the service cluster, one per peer, do `roll_call` or
+//           `hand_back` (return slots). Every block of a large operation starts with `head`. Every
+//           thread of a row does `send`. The threads that sum do `own` (in one_shot: all), and the
+//           others do `receive`. For rows with owners, `owners` is the exchange of partials. After
+//           it, `rows` are sums or rows of the dtype of x, and `packed` are rows in their format.
+// place     in this rank's workspace if it is loaded or cleared, otherwise in a peer's
+// number    the value that is stored or waited for: the operation (op), the last operation before
+//           it that returned slots (last), the tag, or a payload
+// when      large: in large operations. hands_back: in operations that return slots, on ranks that
+//           have not failed. unless_failed: unless a wait of the thread failed in this operation or
+//           before. unless_failed_before: unless an earlier operation has failed. Only threads that
+//           have not failed load.
+// partner   the part of a peer that reads the stored value, or stores the value that is read
 #define ALLNORM_ACCESSES(ACCESS) \
   /*     part             place     verb           number   when                  partner          */ \
   ACCESS(begin,           none,     GRID_WAIT,     none,    always,               none             ) \
@@ -87,11 +84,9 @@
   ACCESS(packed_receive,  scale,    CLEAR_U32,     none,    always,               packed_own       ) \
   ACCESS(probe,           probe,    STORE_U32,     probe,   always,               none             )
 
-// ---- CPU: verbs are the functions of cpu/memory.h; accesses --------------------------------------
-//
-// A part is a function of cpu/comm.cpp. Behind `publish`, `wait` and `read` stands a step of the
-// operation; rows are plain memory. What is published or announced lies in the own workspace; what
-// is waited for or compared in a peer's.
+// A part is a function of cpu/comm.cpp. The number after `publish`, `wait` and `read` is a step of
+// the operation. Rows are plain memory. A rank publishes and announces in its own workspace, and
+// waits and compares in a peer's.
 #define ALLNORM_CPU_ACCESSES(ACCESS) \
   /*     part       place      order    partner  */ \
   ACCESS(announce,  tag,       relaxed, compare ) \
@@ -102,7 +97,7 @@
   ACCESS(sleep,     sleepers,  seq_cst, publish ) \
   ACCESS(sleep,     published, seq_cst, publish )
 
-// What each algorithm does with one chunk.
+// The steps of each algorithm for one chunk.
 #define ALLNORM_CPU_ALGORITHMS(DO) \
   DO(one_shot,   announce) \
   DO(one_shot,   write_partial) \

@@ -1,14 +1,14 @@
-// Defects for mutation testing, each a switch of the compiler where it would arise.
+// Defects for mutation testing: a compile-time switch at the place of each defect.
 //
-// ALLNORM_FAULT(name, wrong, right) is `right`, unless the build defines ALLNORM_FAULT_<name> as 1:
-// then it is `wrong`. Either may be empty; a comma in them stands in parentheses. A fault without a
-// test that reports it is an error: tests/native/kernel_mutants/table.py names the test of each,
-// and `make mutants` builds them one by one.
+// ALLNORM_FAULT(name, wrong, right) expands to `right`. If the build defines ALLNORM_FAULT_<name>
+// as 1, it expands to `wrong`. Either may be empty; put parentheses around a comma in them. Every
+// fault needs a test that reports it. tests/native/kernel_mutants/table.py names that test, and
+// `make mutants` builds the faults one by one.
 #ifndef ALLNORM_PROTOCOL_FAULT_SWITCH_H_
 #define ALLNORM_PROTOCOL_FAULT_SWITCH_H_
 
 #define ALLNORM_FAULT(name, wrong, right) ALLNORM_FAULT_IF(ALLNORM_FAULT_##name, wrong, right)
-// Pastes the value of the definition, which is 1, or else the name: that makes one argument.
+// Pastes the value of the definition (1), or the name if it is not defined, into one argument.
 #define ALLNORM_FAULT_IF(value, wrong, right) ALLNORM_FAULT_CHOOSE(value, wrong, right)
 #define ALLNORM_FAULT_CHOOSE(value, wrong, right) \
   ALLNORM_FAULT_TAKE(ALLNORM_FAULT_IS_##value wrong, right, )

@@ -1,8 +1,8 @@
-// The arithmetic of allnorm, step by step as the numerics page orders it; host and device share it.
+// The arithmetic of allnorm, step by step as in docs/numerics.md; shared by host and device.
 //
-// Every operation here is one IEEE-754 float32 operation rounded to nearest even. Both compilers
-// are told never to contract (-fmad=false, -ffp-contract=off); where a fused multiply-add is meant,
-// fma_rn says so. Denormals are kept.
+// Every operation is one IEEE-754 float32 operation, rounded to nearest even. Both compilers are
+// told never to contract (-fmad=false, -ffp-contract=off); fma_rn is an intended fused
+// multiply-add. Denormals are kept.
 #ifndef ALLNORM_PROTOCOL_NUMERICS_H_
 #define ALLNORM_PROTOCOL_NUMERICS_H_
 
@@ -24,20 +24,20 @@
 #if defined(__CUDA_ARCH__)
 #define ALLNORM_UNROLL _Pragma("unroll")
 #elif defined(__CUDACC__)
-#define ALLNORM_UNROLL  // nvcc's host pass knows neither spelling
+#define ALLNORM_UNROLL  // nvcc's host pass accepts neither spelling
 #else
 #define ALLNORM_UNROLL _Pragma("GCC unroll 8")
 #endif
 
 namespace allnorm {
 
-// 16 bytes, the unit in which rows cross the link, are polled and are squared.
+// 16 bytes: the unit in which rows cross the link, are polled and are squared.
 struct alignas(16) Pack {
   uint32_t word[4];
 };
 
 constexpr int kPackBytes = 16;
-// Packs whose square sums are added by one butterfly: the lanes of a warp.
+// Packs per chunk. One butterfly over the lanes of a warp adds their square sums.
 constexpr int kPacksPerChunk = 32;
 
 template <class To, class From>
@@ -64,7 +64,7 @@ ALLNORM_HD float sqrt_rn(float a) { return __builtin_sqrtf(a); }
 ALLNORM_HD float reciprocal_rn(float a) { return 1.0f / a; }
 #endif
 
-// The greater of the low halves and the greater of the high halves.
+// Returns the maximum of the low halves and the maximum of the high halves.
 ALLNORM_HD uint32_t max_u16x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
   return __vmaxu2(a, b);
@@ -75,7 +75,7 @@ ALLNORM_HD uint32_t max_u16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Element types by tag. `unpack` and `pack` convert one 32-bit word of a Pack.
+// Element types. `unpack` and `pack` convert one 32-bit word of a Pack.
 struct Float32 {
   using Storage = float;
   static constexpr int kElemsPerWord = 1;
@@ -152,7 +152,7 @@ ALLNORM_HD void unpack(const Pack& pack, float* z) {
   for (int i = 0; i < 4; ++i) T::unpack(pack.word[i], z + i * T::kElemsPerWord);
 }
 
-// T(z): every element rounded to nearest even.
+// Rounds every element to T, to nearest even.
 template <class T>
 ALLNORM_HD Pack pack(const float* z) {
   Pack result;
@@ -161,7 +161,7 @@ ALLNORM_HD Pack pack(const float* z) {
   return result;
 }
 
-// f(T(z)) in place.
+// Rounds to T and converts back to float32, in place.
 template <class T>
 ALLNORM_HD void round_to(float* z) {
   const Pack rounded = pack<T>(z);
@@ -186,7 +186,7 @@ ALLNORM_HD void add_weighted_pack(float* sum, const Pack& term, float weight) {
   for (int i = 0; i < kElemsPerPack<T>; ++i) sum[i] = add_rn(sum[i], mul_rn(weight, z[i]));
 }
 
-// Numerics step 4, the sum of squares of one pack: z0*z0, then one fma an element, in order.
+// Numerics step 4, the sum of squares of one pack: z0*z0, then one fma per element, in order.
 template <int kElems>
 ALLNORM_HD float square_sum(const float* z) {
   float sum = mul_rn(z[0], z[0]);
@@ -195,51 +195,52 @@ ALLNORM_HD float square_sum(const float* z) {
   return sum;
 }
 
-// Smallest power of two >= count: how many terms the butterfly over chunk sums has.
+// Returns the smallest power of two >= count: the number of terms of the butterfly over chunk sums.
 ALLNORM_HD int butterfly_width(int count) {
   int width = 1;
   while (width < count) width *= 2;
   return width;
 }
 
-// a / b, b > 0, from the correctly rounded reciprocal of b: a * r, corrected once by its exact
-// remainder (after Markstein, IBM Journal of Research and Development 34(1), 1990). Where nothing
-// overflows and the remainder is not denormal, that is the quotient or a neighbor of it, and on
-// the same side of every tie of e4m3: tried for all significands of b (tests/quantize_test.cpp).
-// Where b is an integer up to 2^20 it is the quotient: the correction is off by less than 2^-22
-// units of the last place, and no such quotient is as near to a tie (tests/numerics_test.cpp).
+// Returns a / b, b > 0, from the correctly rounded reciprocal of b: a * r, corrected once by its
+// exact remainder (after Markstein, IBM Journal of Research and Development 34(1), 1990). Unless
+// something overflows or the remainder is denormal, the result is the quotient or a neighbor of it
+// on the same side of every e4m3 tie; tests/quantize_test.cpp tries all significands of b. If b is
+// an integer up to 2^20, the result is the correctly rounded quotient: the correction is off by
+// less than 2^-22 units of the last place, and no such quotient is that close to a tie
+// (tests/numerics_test.cpp).
 ALLNORM_HD float divide_by_reciprocal(float a, float b, float reciprocal) {
   const float quotient = mul_rn(a, reciprocal);
-  // The remainder is taken with its sign turned: of an exact quotient it is then -0.0, which leaves
-  // the quotient its sign where that is zero.
+  // The remainder has the opposite sign. It is then -0.0 for an exact quotient, which preserves the
+  // sign of a zero quotient.
   return fma_rn(-fma_rn(b, quotient, -a), reciprocal, quotient);
 }
 
-// Numerics step 4, the end: from the sum of squares of a row to 1 / rms.
+// Numerics step 4, the end: converts the sum of squares of a row to 1 / rms.
 ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float eps) {
   const float mean = div_rn(sum, num_elements);
   return div_rn(1.0f, sqrt_rn(add_rn(mean, eps)));
 }
 
-// sqrt(square), rounded, from a near 1 / sqrt(square): Newton's step with an exact remainder, as
-// compilers make sqrt.rn.f32 of the GPU's guess. Between kLeastSquare and infinity.
+// Returns the correctly rounded sqrt(square) from an approximate 1 / sqrt(square): a Newton step
+// with an exact remainder, as compilers expand sqrt.rn.f32. Valid between kLeastSquare and
+// infinity.
 constexpr uint32_t kLeastSquare = 0x0d000000u;  // 2^-101
 ALLNORM_HD float root_from(float square, float near) {
   const float root = mul_rn(square, near);
   return fma_rn(fma_rn(-root, root, square), mul_rn(near, 0.5f), root);
 }
 
-// 1 / root, rounded, from a number within 4 units of its last place; not where all bits of the root
-// are ones (after Markstein, IBM Journal of Research and Development 34(1), 1990).
+// Returns the correctly rounded 1 / root from an approximation within 4 units of the last place
+// (after Markstein, as above). Not valid if all significand bits of `root` are ones.
 ALLNORM_HD float reciprocal_from(float root, float near) {
   const float nearer = fma_rn(fma_rn(-root, near, 1.0f), near, near);
   return fma_rn(fma_rn(-root, nearer, 1.0f), nearer, nearer);
 }
 
-// A faster reciprocal_rms(): no division, and one test for everything out of the ordinary.
-// `inverse` is 1 / num_elements, rounded, and num_elements at most 2^20;
-// near_reciprocal_root(square) is what root_from() takes. tests/numerics_test.cpp tries all
-// significands.
+// A faster reciprocal_rms(), without division and with one test for all special cases. `inverse` is
+// 1 / num_elements, rounded, and num_elements is at most 2^20. near_reciprocal_root(square) returns
+// the approximation for root_from(). tests/numerics_test.cpp tries all significands.
 template <class Near>
 ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float inverse, float eps,
                                 Near&& near_reciprocal_root) {
@@ -247,7 +248,7 @@ ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float inverse, fl
   const float near = near_reciprocal_root(square);
   const float root = root_from(square, near);
   const float result = reciprocal_from(root, near);
-  // 2^-80 to 2^126: no remainder is a denormal. NaN is above, what is negative too.
+  // From 2^-80 to 2^126 no remainder is denormal. As integers, NaN and negative numbers are larger.
   const bool ordinary = bit_cast<uint32_t>(sum) - 0x17800000u <= 0x67000000u &&
                         bit_cast<uint32_t>(square) - kLeastSquare < 0x7f800000u - kLeastSquare &&
                         (~bit_cast<uint32_t>(root) & 0x7fffffu) != 0;
@@ -258,7 +259,8 @@ ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float inverse, fl
 constexpr int kNormalizeUnrounded = 1;
 constexpr int kRoundBeforeWeight = 2;
 
-// Numerics step 5 for one pack, in three parts: z / rms, the gains of its columns from f(w), and y.
+// Numerics step 5 for one pack, in three parts: z / rms, the gains of its columns from the weight,
+// and y.
 template <class T>
 ALLNORM_HD void normalize(float* z, float rstd, bool round_before_weight) {
   ALLNORM_UNROLL
@@ -277,7 +279,7 @@ ALLNORM_HD Pack apply_gains(float* z, const float* gains) {
   return pack<T>(z);
 }
 
-// Numerics step 1c, the end: the reduced sum, or its norm, times a factor.
+// Numerics step 1c, the end: multiplies the reduced sum, or its norm, by a factor.
 template <class T>
 ALLNORM_HD Pack scale_pack(const Pack& sum, float factor) {
   float values[kElemsPerPack<T>];
@@ -291,14 +293,15 @@ ALLNORM_HD Pack scale_pack(const Pack& sum, float factor) {
 
 constexpr float kMaxE4m3 = 448.0f;
 constexpr float kMinAmax = 1e-10f;
-// What every NaN becomes. 0xff, the other NaN, never occurs in a quantized row.
+// Every NaN becomes this value. A quantized row never contains 0xff, the other NaN.
 constexpr uint8_t kNanE4m3 = 0x7f;
 
-// |y| as an integer that grows with it; NaN is above infinity, so that a maximum propagates NaN.
+// Returns |y| as an integer of the same order. NaN is above infinity, so that a maximum propagates
+// NaN.
 ALLNORM_HD uint32_t magnitude(float y) { return bit_cast<uint32_t>(y) & 0x7fffffffu; }
 
-// The greatest magnitude() of the elements of one pack: magnitudes are ordered like their bits, in
-// every dtype.
+// Returns the greatest magnitude() in one pack. In every dtype, magnitudes have the order of their
+// bits.
 template <class T>
 ALLNORM_HD uint32_t greatest_magnitude(const Pack& pack) {
   uint32_t greatest = 0;
@@ -318,24 +321,25 @@ ALLNORM_HD uint32_t greatest_magnitude(const Pack& pack) {
   return greatest;
 }
 
-// The scale of elements of which `amax` is the greatest magnitude().
+// Returns the scale of elements whose greatest magnitude() is `amax`.
 ALLNORM_HD float scale_of(uint32_t amax, bool power_of_two) {
-  if (amax >= 0x7f800000u) return bit_cast<float>(amax);  // infinity or NaN, divided or not
+  if (amax >= 0x7f800000u)
+    return bit_cast<float>(amax);  // infinity or NaN: division does not change it
   const float min_amax = kMinAmax;
   const uint32_t least = bit_cast<uint32_t>(min_amax);
   const float greatest = bit_cast<float>(amax < least ? least : amax);
-  // Correctly rounded: tried for all significands (tests/quantize_test.cpp).
+  // Correctly rounded: tests/quantize_test.cpp tries all significands.
   const float scale = divide_by_reciprocal(greatest, kMaxE4m3, 1.0f / kMaxE4m3);
   if (!power_of_two) return scale;
   return bit_cast<float>((bit_cast<uint32_t>(scale) + 0x007fffffu) & 0x7f800000u);
 }
 
-// The exponent byte of a power of two: UE8M0. 255 for infinity and NaN.
+// Returns the exponent byte of a power of two (UE8M0); 255 for infinity and NaN.
 ALLNORM_HD uint8_t exponent_byte(float scale) {
   return static_cast<uint8_t>(bit_cast<uint32_t>(scale) >> 23);
 }
 
-// e4m3fn(min(max(v, -448), 448)), to nearest even.
+// Returns e4m3fn(min(max(v, -448), 448)), rounded to nearest even.
 ALLNORM_HD uint8_t to_e4m3(float v) {
 #if defined(__CUDA_ARCH__)
   return __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
@@ -366,53 +370,54 @@ ALLNORM_HD uint32_t to_e4m3x4(const float* v) {
 #endif
 }
 
-// The number of e4m3 bits that are not NaN's.
+// Returns the value of e4m3 bits other than NaN.
 ALLNORM_HD float from_e4m3(uint32_t bits) {
-  // As float32 exponent and significand they are 2^-120 times it, denormals too.
+  // As the exponent and significand of a float32, the bits are 2^-120 times the value, also for
+  // denormals.
   const float size = mul_rn(bit_cast<float>((bits & 0x7fu) << 20), 0x1p120f);
   return bit_cast<float>(bit_cast<uint32_t>(size) | (bits & 0x80u) << 24);
 }
 
-// Of NVFP4.
+// NVFP4.
 constexpr int kNvFp4GroupElems = 16;
-constexpr float kSixth = 1.0f / 6.0f;  // the greatest e2m1
+constexpr float kSixth = 1.0f / 6.0f;  // 6 is the greatest e2m1 number
 
-// The scale of a group, e4m3 bits; what its elements are multiplied by before they are rounded; and
-// what bits of elements are kept: none where the scale is NaN, since e2m1 has no NaN.
+// The scale of an NVFP4 group.
 struct NvFp4Scale {
-  uint32_t e4m3;
-  float factor;
-  uint32_t kept;
+  uint32_t e4m3;  // its bits
+  float factor;   // of the elements, before they are rounded
+  uint32_t kept;  // mask of element bits: 0 if the scale is NaN, since e2m1 has no NaN
 };
-// `amax`: the greatest magnitude() of the group; `sixth`: of the global scale, global * kSixth;
-// `inverse`: 1 / global.
+// Computes the scale of a group. `amax`: its greatest magnitude(). `sixth`: global scale * kSixth.
+// `inverse`: 1 / global scale.
 ALLNORM_HD NvFp4Scale nvfp4_scale(uint32_t amax, float sixth, float inverse) {
   const float greatest = bit_cast<float>(amax);
   const float most = 0x1.fffffep+127f;
   const uint32_t e4m3 = to_e4m3(mul_rn(greatest, sixth));
   float factor = reciprocal_rn(mul_rn(from_e4m3(e4m3), inverse));
-  factor = factor > most ? most : factor;  // NaN stays
+  factor = factor > most ? most : factor;  // NaN stays NaN
   if (amax == 0) factor = 0.0f;
   const float product = mul_rn(greatest, factor);
   const bool nan = (e4m3 & 0x7fu) == kNanE4m3 || product != product;
   return {nan ? kNanE4m3 : e4m3, factor, nan ? 0u : ~0u};
 }
 
-// e2m1(v), four bits: to nearest even, saturating at 6. Of NaN any.
+// Returns the four bits of e2m1(v): rounds to nearest even, saturates at 6; unspecified for NaN.
 ALLNORM_HD uint32_t to_e2m1(float v) {
   constexpr uint32_t kOne = 0x3f800000u, kSix = 0x40c00000u;
   const uint32_t bits = bit_cast<uint32_t>(v);
   uint32_t size = bits & 0x7fffffffu;
   size = size < kSix ? size : kSix;
   const uint32_t power = size & 0x7f800000u, exponent = power < kOne ? kOne : power;
-  // Beside 2^22 times its power of two, the unit that v has in e2m1 is the last bit, so that the
-  // addition rounds as it should. It leaves up to 4 units there, and the exponent belongs above.
+  // `shift` is 2^22 times the power of two of v. After the addition, the last bit of the
+  // significand is one e2m1 unit of v, so the addition rounds correctly. The sum has up to 4 units
+  // in its low bits; the exponent is added above them.
   const float shift = bit_cast<float>(exponent + (22u << 23));
   const uint32_t units = bit_cast<uint32_t>(add_rn(bit_cast<float>(size), shift));
   return ((units + (exponent >> 22) + 2u) & 7u) | (bits >> 28 & 8u);
 }
 
-// Of CUDA code for one generation (sm_100f, sm_120f, or their variants) e2m1 is an instruction.
+// Code for a single GPU generation (sm_100f, sm_120f, or their variants) has an e2m1 instruction.
 #if (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)) && \
     defined(__CUDA_FP4_TYPES_EXIST__) && __CUDA_ARCH__ >= 1000
 #define ALLNORM_CONVERTS_E2M1
@@ -431,7 +436,8 @@ ALLNORM_HD uint32_t to_e2m1x4(const float* v) {
 #endif
 }
 
-// Where the scale of a group of a row lies in tiles of 128 rows by 4 groups, `tiles` side by side.
+// Returns the offset of a scale in tiles of 128 rows by 4 groups; a row of tiles has `tiles` of
+// them.
 constexpr uint32_t kTileRows = 128;
 constexpr uint32_t kTileGroups = 4;
 ALLNORM_HD int64_t swizzled_scale(uint32_t row, uint32_t group, uint32_t tiles) {
@@ -440,14 +446,14 @@ ALLNORM_HD int64_t swizzled_scale(uint32_t row, uint32_t group, uint32_t tiles) 
   return static_cast<int64_t>(tile * (kTileRows * kTileGroups) + in_tile);
 }
 
-// Division of many numbers by one that scale_of() made, for to_e4m3(): the same byte as of the
-// correctly rounded quotient. A scale is at least 1e-10 / 448 and |y| at most 448 times it, so that
-// nothing overflows, and no remainder that matters is denormal.
+// Divides many numbers by a scale from scale_of(), for to_e4m3(): the resulting byte is that of the
+// correctly rounded quotient. A scale is at least 1e-10 / 448, and |y| is at most 448 times the
+// scale. Hence nothing overflows, and no remainder that matters is denormal.
 class ScaleDivisor {
  public:
   ALLNORM_HD explicit ScaleDivisor(float scale)
       : reciprocal_(reciprocal_rn(scale)),
-        // By infinity: y * 0 is what y / infinity is, and a remainder would be NaN.
+        // For infinity: y * 0 equals y / infinity, but the remainder would be NaN.
         scale_(bit_cast<uint32_t>(scale) == 0x7f800000u ? 0.0f : scale) {}
 
   ALLNORM_HD float operator()(float y) const {
@@ -458,14 +464,14 @@ class ScaleDivisor {
   float reciprocal_, scale_;
 };
 
-// The same by a given scale. Only scales of everyday size divide this way; a quotient
-// beyond 512 is made 512, which is beyond 448 all the same.
+// Divides by a static scale of moderate size. A quotient beyond 512 becomes 512, which still
+// saturates at 448.
 class GivenScaleDivisor {
  public:
   ALLNORM_HD explicit GivenScaleDivisor(float scale)
       : divide_(scale), bound_(mul_rn(512.0f, scale)) {}
 
-  // Whether it divides by this scale: from 2^-60 to 2^60.
+  // Returns whether this class can divide by `scale`: 2^-60 to 2^60.
   ALLNORM_HD static bool can(float scale) {
     return bit_cast<uint32_t>(scale) >= 0x21800000u && bit_cast<uint32_t>(scale) <= 0x5d800000u;
   }

@@ -1,14 +1,14 @@
-// What a normed row can be stored as. Each backend has lists of types in this order: BasicFormats
-// and ExtendedFormats in gpu/formats.cuh, kFormats in cpu/formats.h.
+// The formats of a normed row. Each backend lists its types in this order: BasicFormats and
+// ExtendedFormats in gpu/formats.cuh, kFormats in cpu/formats.h.
 #ifndef ALLNORM_PROTOCOL_ROW_FORMAT_H_
 #define ALLNORM_PROTOCOL_ROW_FORMAT_H_
 
 namespace allnorm {
 
 enum class RowFormat {
-  kPlain,  // y itself, in the dtype of x
+  kPlain,  // y in the dtype of x
   kE4m3,   // e4m3 elements and scales
-  kNvFp4,  // e2m1 elements with e4m3 scales, by 16
+  kNvFp4,  // e2m1 elements with an e4m3 scale per 16 elements
 };
 
 }  // namespace allnorm

@@ -1,4 +1,4 @@
-// Flag in data: how a slot says by its contents alone whether something has arrived.
+// Flag in data: the contents of a slot show whether its data has arrived.
 #ifndef ALLNORM_PROTOCOL_SLOT_H_
 #define ALLNORM_PROTOCOL_SLOT_H_
 
@@ -9,8 +9,8 @@
 
 namespace allnorm {
 
-// Marks a slot word that has not arrived. No payload contains it: `canonicalize` replaces it by
-// another NaN pair (or NaN) before sending; it changes NaN payloads only, in every dtype.
+// Marks a slot word that has not arrived. No payload contains it: `canonicalize` replaces it with a
+// different NaN (or pair of NaNs) before sending. That changes only NaN payloads, for every dtype.
 constexpr uint32_t kEmptyWord = 0xffffffffu;
 constexpr uint32_t kCanonicalWord = 0xfffefffeu;
 
@@ -22,8 +22,8 @@ ALLNORM_HD Pack canonicalize(Pack pack) {
   return pack;
 }
 
-// True once every word of the slot has arrived. All four are tested: a 16-byte store is, in the
-// memory model, four stores in no particular order.
+// Returns whether every word of the slot has arrived. It tests all four words: in the memory model,
+// a 16-byte store is four stores in unspecified order.
 ALLNORM_HD bool arrived(const Pack& pack) {
   return ALLNORM_FAULT(one_word_tested, pack.word[0] != kEmptyWord,
                        pack.word[0] != kEmptyWord && pack.word[1] != kEmptyWord &&

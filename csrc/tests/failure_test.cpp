@@ -67,8 +67,8 @@ void test_dead_peer() {
               "sharded %d poisoned %d rank %d: %lld rows of the residual are NaN", sharded,
               poisoned, rank, static_cast<long long>(nan_rows(buffers.residual_out)));
         const char* const text = allnorm_last_error();
-        check(strstr(text, sharded ? "sharded add_rms_norm, float8 by groups of 16 and normed"
-                                   : "one_shot add_rms_norm, float8 by groups of 16 and normed"),
+        check(strstr(text, sharded ? "sharded add_rms_norm, float8 per group of 16 and normed"
+                                   : "one_shot add_rms_norm, float8 per group of 16 and normed"),
               "the text is: %s", text);
       }
       AllnormCall gather = first.call;
@@ -116,17 +116,17 @@ void test_divergence() {
   };
   const std::vector<Difference> differences = {
       {"no quantization", [](AllnormCall& call) { call.quant = ALLNORM_QUANT_NONE; }},
-      {"float8 by row",
+      {"float8 per token",
        [](AllnormCall& call) {
          call.quant = ALLNORM_QUANT_PER_TOKEN;
          call.scale_format = ALLNORM_SCALE_FLOAT32;
        }},
-      {"float8 by a given scale",
+      {"float8 with a static scale",
        [](AllnormCall& call) {
          call.quant = ALLNORM_QUANT_PER_TENSOR;
          call.scale_format = ALLNORM_SCALE_FLOAT32;
        }},
-      {"float8 by groups of 16,", [](AllnormCall& call) { call.out = nullptr; }},
+      {"float8 per group of 16,", [](AllnormCall& call) { call.out = nullptr; }},
       {"two_shot", [](AllnormCall& call) { call.flags = 0; }},
       {"all_gather_rows", [](AllnormCall& call) { call.op = ALLNORM_ALL_GATHER_ROWS; }},
       {"without residual", [](AllnormCall& call) { call.residual = nullptr; }},

@@ -1,8 +1,8 @@
-// one_shot in a grid of few blocks: each cluster has many rows, and few other clusters keep the
-// link busy, so the time of a row in its block would set the pace. What the next row needs is
-// loaded before this row is summed, its slots included, and two rows are on their way. Those loads
-// come after this row's receipt: before it, the wait for this row's own loads would include them.
-// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
+// one_shot in a grid of few blocks. Each cluster has many rows, and few other clusters keep the
+// link busy, so the latency of a row in its block would limit the rate. The inputs of the next row,
+// also its slots, are loaded before this row is summed, and two rows are in flight. Those loads
+// follow the receipt of this row, or its own loads would wait for them. Figures:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
 #ifndef ALLNORM_GPU_SCHEDULES_FEW_BLOCKS_CUH_
 #define ALLNORM_GPU_SCHEDULES_FEW_BLOCKS_CUH_
 

@@ -1,4 +1,4 @@
-// one_shot: while a row is waited for, the next row is on its way.
+// one_shot: the next row is in flight while a row is waited for.
 #ifndef ALLNORM_GPU_SCHEDULES_ONE_ROW_AHEAD_CUH_
 #define ALLNORM_GPU_SCHEDULES_ONE_ROW_AHEAD_CUH_
 
@@ -7,8 +7,8 @@
 
 namespace allnorm {
 
-// This rank's partial of the row that is worked on and of the next, of sources whose rows are not
-// one load; the others load it again, which takes no register.
+// Holds this rank's partials of the current and the next row if a partial takes more than one load.
+// Other sources reload it, which saves a register.
 template <bool kIsOneLoad>
 class KeptPartials {
  public:

@@ -1,8 +1,8 @@
-// one_shot of two ranks and many rows: a cluster sends a row after it has finished the row before,
-// when the link is due to take it. Sent ahead, the row would delay what is left of the one before.
-// With the post step a row takes longer. Then the next row is sent as soon as this one has been
-// received and the link is due.
-// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
+// one_shot with two ranks and many rows. A cluster sends a row after it has finished the row
+// before, when the pace allows it. Sent earlier, the row would delay the rest of the row before.
+// The post step makes rows slower. The next row is then sent as soon as this one has been received
+// and the pace allows it. Figures:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
 #ifndef ALLNORM_GPU_SCHEDULES_PACED_CUH_
 #define ALLNORM_GPU_SCHEDULES_PACED_CUH_
 

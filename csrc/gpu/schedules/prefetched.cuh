@@ -1,7 +1,7 @@
-// one_shot of two ranks and many tokens whose partials are sums of experts' rows: many loads per
-// token, which are to keep the memory busy. The rows of a token are prefetched into the L2 cache
-// from two turns before it is sent. One block per SM, with registers for eight rows of experts.
-// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
+// one_shot with two ranks and many tokens whose partials are sums of experts' rows. These take many
+// loads per token, which should keep the memory busy. A token's rows are prefetched into the L2
+// cache from two iterations before it is sent. One block per SM, with registers for eight rows of
+// experts. Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
 #ifndef ALLNORM_GPU_SCHEDULES_PREFETCHED_CUH_
 #define ALLNORM_GPU_SCHEDULES_PREFETCHED_CUH_
 

@@ -1,5 +1,5 @@
-// two_shot: while a row is waited for, two more are on their way: the partials of one to their
-// owners, the sums of the other from them.
+// two_shot: two more rows are in flight while a row is waited for: the partials of one on the way
+// to their owners, and the sums of the other on the way back.
 #ifndef ALLNORM_GPU_SCHEDULES_RELAYED_CUH_
 #define ALLNORM_GPU_SCHEDULES_RELAYED_CUH_
 
@@ -15,9 +15,9 @@ struct Relayed {
     rows.epilogue.prefetch_weight();
     rows.epilogue.prefetch_row(rows.first);
     rows.send(rows.first + rows.step, rows.load(rows.first + rows.step));
-    rows.exchange.advance_unused();  // while what peers send is on its way, as the next
+    rows.exchange.advance_unused();  // the peers' data is in flight, as below
     rows.epilogue.join();
-    // Of the current row, where this rank has made it.
+    // The sum of the current row, if this rank owns the pack.
     Pack sum = rows.transport.relay(rows.first, [&] { return own; });
     Pack ahead = rows.load(rows.first + 2 * rows.step);
     for (int row = rows.first; row < rows.end; row += rows.step) {
@@ -30,7 +30,7 @@ struct Relayed {
       }
       if (row != rows.first) rows.epilogue.prefetch_row(row);
       Pack next_sum{};
-      // So that the sums of a row are on their way while the row before is normed.
+      // The sums of the next row are in flight while this row is normed.
       if (!last) {
         next_sum =
             rows.transport.relay(row + rows.step, [&] { return rows.load(row + rows.step); });
