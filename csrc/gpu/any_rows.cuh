@@ -1,6 +1,6 @@
-// The local kernel for rows of any width and alignment: what a cluster of blocks does not hold, or
-// cannot load by packs; one block a row. Sums, arithmetic and formats are those of local_rows.cuh,
-// which serves all other rows.
+// The local kernel for rows of any width and alignment: rows that do not fit into a cluster, or
+// cannot be loaded by packs. One block per row. Sums, arithmetic and formats are those of
+// local_rows.cuh, which handles all other rows.
 #ifndef ALLNORM_GPU_ANY_ROWS_CUH_
 #define ALLNORM_GPU_ANY_ROWS_CUH_
 
@@ -15,19 +15,19 @@
 
 namespace allnorm {
 
-// Packs that a thread keeps in registers between the passes over a row; the rest is summed again.
-// None where that would take longest to compile, five seconds, and is wanted least.
+// Packs that a thread keeps in registers between the passes over a row. The rest is summed again.
+// Zero for the rarest variant, which otherwise takes five seconds to compile.
 template <bool kAligned, Features kFeatures>
 constexpr int kLocalCachedPacks = kAligned || !kFeatures.experts ? 2 : 0;
 
-// Loads and stores packs of a row; elements behind its end are zeros, and not stored. kAligned:
+// Loads and stores packs of a row. Elements past the end are zeros, and are not stored. kAligned:
 // every pack is whole and 16-byte aligned.
 template <class T, bool kAligned>
 struct RowAccess {
   static constexpr bool kIsAligned = kAligned;
   static constexpr int kElems = kElemsPerPack<T>;
   using Storage = typename T::Storage;
-  // Packs that are loaded together; the elements of one are eight loads.
+  // Packs that are loaded together. Unaligned, one pack is up to eight loads.
   static constexpr int kInFlight = kAligned || kElems == 4 ? 4 : 1;
 
   __device__ __forceinline__ static Pack load(const char* row, int64_t pack, int64_t hidden_size) {
@@ -52,7 +52,7 @@ struct RowAccess {
       store_elements<Storage>(row, pack, hidden_size, elements);
     }
   }
-  // Of a format of one byte an element.
+  // For formats with one byte per element.
   __device__ __forceinline__ static void store(char* row, int64_t pack, int64_t hidden_size,
                                                const Words<kElems / 4>& elements) {
     if constexpr (kAligned) {
@@ -77,7 +77,7 @@ struct RowAccess {
   }
 };
 
-// Elements behind the end of a row become zeros: zero times an infinite factor is none.
+// Zeroes elements past the end of the row: 0 times an infinite factor has made them NaN.
 template <class T>
 __device__ __forceinline__ void clear_behind(int64_t hidden_size, int64_t pack, float* z) {
 #pragma unroll
@@ -101,7 +101,7 @@ __device__ __forceinline__ Pack reduced_pack(const LocalParams& params, int64_t 
   });
 }
 
-// f(w) of a pack, and the bias.
+// Loads the gains of a pack: weight and bias.
 template <class T, class Access>
 __device__ __forceinline__ void load_gains(const char* weight, bool is_float32, float weight_bias,
                                            int64_t hidden_size, int64_t pack, float* gains) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ Pack changed_pack(const EpilogueParams& params, int64
   return post.scale == 1.0f ? sum : scale_pack<T>(sum, post.scale);
 }
 
-// Numerics steps 1 to 2 for one pack: the residual sum before rounding. Elements behind the end of
+// Numerics steps 1 to 2 for one pack: the residual sum before rounding. Elements past the end of
 // the row are zeros.
 template <class T, class Access, Features kFeatures>
 __device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t row, int64_t pack,
@@ -148,7 +148,7 @@ __device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t 
   add_pack<T>(sum, Access::load(params.epilogue.residual.at(row, 0), pack, hidden_size));
 }
 
-// Numerics step 5 for one pack of the residual sum: y.
+// Numerics step 5 for one pack of the residual sum: returns y.
 template <class T, class Access>
 __device__ __forceinline__ Pack normed_pack(const EpilogueParams& params, int64_t pack, float rstd,
                                             const float* sum) {
@@ -163,8 +163,8 @@ __device__ __forceinline__ Pack normed_pack(const EpilogueParams& params, int64_
   return apply_gains<T>(z, gains);
 }
 
-// The butterfly over `count` shared values of which there is room for a power of two; all threads
-// of the block call it. Ends with a barrier between its reads and the caller's next writes.
+// The butterfly over `count` shared values, in an array padded to a power of two. All threads of
+// the block call it. It ends with a barrier between its reads and the caller's next writes.
 __device__ __forceinline__ float block_butterfly(float* values, int count) {
   const int width = butterfly_width(count);
   for (int i = count + threadIdx.x; i < width; i += blockDim.x) values[i] = 0.0f;
@@ -180,11 +180,11 @@ __device__ __forceinline__ float block_butterfly(float* values, int count) {
   return total;
 }
 
-// Blocks that a multiprocessor is to hold, where registers would allow fewer; 0: as it turns out.
+// Blocks per SM, if the default would be fewer; 0: the compiler's choice.
 template <class T, bool kAligned, template <class> class Format>
 constexpr int kLocalBlocks = kAligned && (kElemsPerPack<T> == 8 || Format<T>::kQuantizes) ? 2 : 0;
 
-// The sum over a row of `square` of each of its packs, numerics step 4; all threads call it.
+// Numerics step 4: the sum of squares of a reduced row; all threads call it.
 template <class T, class Access, Features kFeatures>
 __device__ __forceinline__ float reduced_square_sum(const LocalParams& params, int64_t row,
                                                     int64_t packs, int chunks, float* chunk_sums) {
@@ -247,7 +247,8 @@ __device__ __forceinline__ void AnyRowsKernel<T, kAligned, kFeatures, Format>::r
       post_rstd = reciprocal_rms(total, epilogue.num_elements, epilogue.post.eps);
     }
     const bool norms = !kFeatures.post_step || epilogue.weight != nullptr;
-    // The sums of this warp's chunks: the first few are kept, the others made again for every pass.
+    // The sums of this warp's chunks. The first few are kept; the others are computed again in
+    // every pass.
     constexpr int kCached = kLocalCachedPacks<kAligned, kFeatures>;
     float cached[kCached + 1][kElems];
     bool first_pass = true;
@@ -292,7 +293,8 @@ __device__ __forceinline__ void AnyRowsKernel<T, kAligned, kFeatures, Format>::r
         amax = RowReduction::greatest_of_lanes(amax, 32);
         if (lane == 0) greatest[chunk] = bit_cast<float>(amax);
       });
-      // Read below; written again only after the barriers in the next row's block_butterfly().
+      // barrier: orders the maxima before their reads below. They are written again only after the
+      // barriers in the next row's block_butterfly().
       ALLNORM_FAULT(greatest_read_early, , __syncthreads());
     }
     // Stores come last: `residual_out` may be `residual`, `out` may be `x`.

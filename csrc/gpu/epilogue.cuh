@@ -1,5 +1,5 @@
-// What happens to the reduced sum of a row: post norm and scale, residual add, RMSNorm, store in a
-// format. Knows nothing of how the sum came to be. Numerics steps 1c to 5; 6 is the format's.
+// The epilogue of a reduced row: post norm and scale, residual add, RMSNorm, store in a format. It
+// does not depend on how the row was reduced. Numerics steps 1c to 5; step 6 is in the format.
 #ifndef ALLNORM_GPU_EPILOGUE_CUH_
 #define ALLNORM_GPU_EPILOGUE_CUH_
 
@@ -9,16 +9,15 @@
 
 namespace allnorm {
 
-// When what a row is multiplied by is made of the weight.
+// When gains are computed from the weight.
 enum class Gains {
-  kAhead,  // before the row's sum is waited for: of kernels with registers to spare
-  kLate,   // behind that; the weight stays in registers from row to row
-  kLean,   // behind that; a weight of more bytes than a row of x is loaded for each row instead
+  kAhead,  // before waiting for the row's sum; for kernels with registers to spare
+  kLate,   // after it; the weight stays in registers from row to row
+  kLean,   // after it; a weight wider than the dtype of x is reloaded for each row
 };
 
-// The pack of a post norm's weight that belongs to one thread, as it is stored. NormEpilogue has
-// its own in lines of its own: with this class as a member two_shot of eight ranks spilled
-// (nvcc 13.0).
+// One thread's pack of a post norm's weight, as it is stored. NormEpilogue repeats this code: with
+// this class as a member, two_shot with eight ranks spilled (nvcc 13.0).
 template <class T, Gains kGains>
 class WeightPack {
  public:
@@ -34,7 +33,7 @@ class WeightPack {
     for (int i = 0; i < kKept; ++i) packs_[i] = load_float32(weight, pack, i, policy);
   }
 
-  // `weight`, `pack` and `policy` as they were for load().
+  // Takes the same `weight`, `pack` and `policy` as load().
   __device__ __forceinline__ void make_gains(const char* weight, bool is_float32, int pack,
                                              bool live, CachePolicy policy, float weight_bias,
                                              float* gains) {
@@ -65,8 +64,8 @@ class WeightPack {
   Pack packs_[kKept];
 };
 
-// One thread's part of numerics step 1c. Which parts of it there are is known when the kernel runs,
-// and the same in the whole grid.
+// One thread's part of numerics step 1c. Its parts are optional at run time, and the same in the
+// whole grid.
 template <class T, Gains kGains, bool kIsCompiledIn>
 class PostStep {
  public:
@@ -82,7 +81,8 @@ class PostStep {
     weight_.load(post.weight, post.weight_is_float32, pack_, params_.policy);
   }
 
-  // All threads of the cluster call it, live or not.
+  // All threads of the cluster call it, live or not. It contains a block barrier if there is a post
+  // norm.
   __device__ __forceinline__ Pack operator()(Pack sum) {
     const PostParams& post = params_.post;
     if (post.weight != nullptr) {
@@ -136,8 +136,8 @@ class NormEpilogue {
         pack_(pack),
         live_(live) {}
 
-  // Loads that do not depend on the exchange, issued before it is waited for; not used before, so
-  // that no load waits for another.
+  // Loads that do not depend on the exchange. They are issued before waiting for it and not used
+  // until later, so that no load waits for another.
   __device__ __forceinline__ void prefetch_weight() {
     format_.prefetch();
     post_.prefetch_weight();
@@ -154,24 +154,23 @@ class NormEpilogue {
       residual_ = load_pack(params_.residual.at(row, pack_), params_.policy);
     }
   }
-  // The same in two parts, for who loads it while another row is worked on. prefetch_row() is not
-  // made of them: where there is none it sets nothing, and every kernel is shorter by that.
+  // prefetch_row() in two parts, to load it while a different row is processed. prefetch_row()
+  // itself does not use them: without a residual it sets nothing, which makes every kernel shorter.
   __device__ __forceinline__ Pack load_residual(int64_t row) const {
     const bool any = live_ && params_.residual.data != nullptr;
     return any ? load_pack(params_.residual.at(row, pack_), params_.policy) : Pack{};
   }
   __device__ __forceinline__ void take_residual(const Pack& residual) { residual_ = residual; }
 
-  // RowReduction::join().
   __device__ __forceinline__ void join() const { reduction_.join(); }
 
-  // Whether rows are normed, by finish(): y is stored.
+  // Returns whether rows are normed; then call finish() and store_row().
   __device__ __forceinline__ bool norms() const {
     return params_.normalize && (!kFeatures.post_step || params_.weight != nullptr);
   }
 
-  // Numerics steps 1c to 4 from the reduced sum of a row. All threads of the cluster call it, live
-  // or not; a barrier of the block lies in it.
+  // Numerics steps 1c to 4 of a reduced row. All threads of the cluster call it, live or not. It
+  // contains a block barrier.
   __device__ __forceinline__ void add_row(int64_t row, const Pack& reduced) {
     if (!params_.normalize) {
       if (live_) store_pack(params_.out.at(row, pack_), reduced, params_.policy);
@@ -184,7 +183,7 @@ class NormEpilogue {
     }
     const Pack summed = pack<T>(z_);
     if (live_) store_pack(params_.residual_out.at(row, pack_), summed, params_.policy);
-    // Without a norm here there has been the post norm, and in it a barrier.
+    // Without a final norm there is a post norm, which contains a barrier.
     if (kFeatures.post_step && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
     if constexpr (kGains == Gains::kAhead) make_gains();
@@ -201,8 +200,7 @@ class NormEpilogue {
     return apply_gains<T>(z_, gains_);
   }
 
-  // Stores y, finished here or elsewhere, as it is wanted. All threads of the cluster call it, live
-  // or not.
+  // Stores y, whichever rank computed it. All threads of the cluster call it, live or not.
   __device__ __forceinline__ void store_row(int64_t row, const Pack& y) {
     format_.store_row(params_, row, y);
   }

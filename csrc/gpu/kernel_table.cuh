@@ -1,5 +1,5 @@
-// The table of all kernels. Instantiations and the look-up follow from it, and so does the list
-// that tests/native/sass compares the code of a library with.
+// The table of all kernels. It determines the instantiations, the look-up, and the list that
+// tests/native/sass compares a library's code with.
 #ifndef ALLNORM_GPU_KERNEL_TABLE_CUH_
 #define ALLNORM_GPU_KERNEL_TABLE_CUH_
 
@@ -26,12 +26,12 @@
 
 namespace allnorm {
 
-// Numbers of ranks: 1; 2; 4 and 8, of dtypes that are compiled for those; all others, by a kernel
-// that is told their number.
+// World sizes: 1; 2; 4 and 8 (dtypes that are compiled for them); all others, by a kernel that
+// reads the world size at run time.
 constexpr uint32_t k1 = 1u << 1, k2 = 1u << 2, k48 = 1u << 4 | 1u << 8, kAny = 1u << kAnyWorldSize;
 constexpr uint32_t kAll = k2 | k48 | kAny;
 
-// An entry of the table: a kernel for each of its numbers of ranks and each of its formats.
+// An entry of the table: one kernel per world size and format.
 template <KernelKind kKind_, uint32_t kRanks_, Features kFeatures_,
           class Formats_ =
               std::conditional_t<kFeatures_.all_formats, ExtendedFormats, BasicFormats>>
@@ -90,8 +90,8 @@ using enum KernelKind;
 using enum Grid;
 using enum Owned;
 
-// The first entry of a kind that has a call's number of ranks, all features that it needs, and its
-// format, makes the call. Figures: docs/engineering-log/2026-11-24-boundaries.md.
+// A call runs on the first entry of its kind that has its world size, its format and all features
+// that it needs. Figures: docs/engineering-log/2026-11-24-boundaries.md
 // clang-format off
 using Kernels = KernelTable<
     //         kind           ranks source                transport schedule     grid     features
@@ -99,7 +99,8 @@ using Kernels = KernelTable<
     // A third fewer instructions than with experts compiled in.
     FusedEntry<kOneShot,      k2,   DenseRows,            OneShot,  OneRowAhead, kSparse, kExtendedDense>,
     FusedEntry<kOneShot,      kAll, ExpertRows,           OneShot,  OneRowAhead, kSparse, kExtended>,
-    // For any number of ranks it spilled. Extended kernels for more than two are left out: build time.
+    // A kernel for any world size spilled. Extended kernels for more than two ranks are left out
+    // for build time.
     FusedEntry<kOneShotDense, k2,   DenseRows,            OneShot,  Paced,       kDense,  kBasic>,
     FusedEntry<kOneShotDense, k48,  DenseRows,            OneShot,  OneRowAhead, kDense,  kBasic>,
     FusedEntry<kOneShotDense, k2,   DenseRows,            OneShot,  Paced,       kDense,  kExtendedDense>,
@@ -166,7 +167,7 @@ const void* first_of(const KernelKey& key, KernelTable<Entries...>) {
   return found;
 }
 
-// Finds a kernel among those that are compiled for kWorldSize.
+// Finds a kernel among those compiled for kWorldSize.
 template <class T, int kWorldSize>
 const void* find_kernel(KernelKey key) {
   const void* const found = first_of<T, kWorldSize>(key, Kernels());

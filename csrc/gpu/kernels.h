@@ -1,5 +1,5 @@
-// The compiled kernels by what selects them. One translation unit per dtype, so that they build in
-// parallel.
+// The compiled kernels, and the key that selects one. One translation unit per dtype, so that they
+// build in parallel.
 #ifndef ALLNORM_GPU_KERNELS_H_
 #define ALLNORM_GPU_KERNELS_H_
 
@@ -20,7 +20,7 @@ enum class KernelKind {
   kOwnedFinished,
   kOwnedGiven,
   // LocalParams:
-  kLocalRows,     // rows of whole, aligned packs that a cluster holds
+  kLocalRows,     // rows of whole, aligned packs that fit into a cluster
   kLocalAligned,  // the same, of any width
   kLocalAny,      // any width and alignment
 };
@@ -34,12 +34,12 @@ struct KernelKey {
   bool operator==(const KernelKey&) const = default;
 };
 
-// The kernel of a dtype that makes such a call; nullptr if there is none: gpu/kernel_table.cuh.
+// Returns the kernel of a dtype for `key`, or nullptr: gpu/kernel_table.cuh.
 const void* kernel_float32(const KernelKey& key);
 const void* kernel_float16(const KernelKey& key);
 const void* kernel_bfloat16(const KernelKey& key);
 
-// Takes ProbeParams; one block of one warp.
+// Takes ProbeParams; launched as one block of one warp.
 const void* probe_kernel();
 
 }  // namespace allnorm

@@ -1,8 +1,8 @@
 // The fused kernel without an exchange: rows of local memory, normed and stored in a format. For
-// rows of whole, aligned packs that a cluster of blocks holds, one pack a thread.
+// rows of whole, aligned packs that fit into a cluster of blocks, one pack per thread.
 //
-// Rows are streamed: while one is normed, the inputs of the next are on their way.
-// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
+// Rows are streamed: the inputs of the next row are in flight while one is normed. Figures:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 #ifndef ALLNORM_GPU_LOCAL_ROWS_CUH_
 #define ALLNORM_GPU_LOCAL_ROWS_CUH_
 
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   epilogue.prefetch_weight();
   epilogue.join();
   if (first == 0) Kernel::Format::store_padding(params.epilogue.quant, pack, clusters * blockDim.x);
-  // Another row's: `residual_out` may be `residual`, `out` may be `x`.
+  // Inputs loaded ahead are those of a different row, because `residual_out` may be `residual`, and
+  // `out` may be `x`.
   for (int row = first; row < end; row += step) {
     const Pack next_input = load_input(row + step);
     const Pack next_residual = load_residual(row + step);
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     input = next_input;
     ALLNORM_FAULT(residual_of_the_row_before, , residual = next_residual);
   }
-  // Not earlier: who calls this has no switch for dependents that read before they wait.
+  // Not earlier: local calls have no switch for dependents that read before they wait.
   trigger_next_grid();
 }
 

@@ -1,16 +1,16 @@
-// Rows with owners, in time: when a cluster sends, finishes and receives which row. What crosses
-// the link is in gpu/transports/row_owners.cuh. The owner of a row sums its partials, and pushes
-// to everybody
-//   two_shot of many rows   the sum: every rank adds and norms every row (Owned::kSum)
-//   sharded residual        the finished row: the residual of a row lives on its owner (kFinished)
-//   all_gather_rows         the row, which is finished to begin with (kGiven)
-// Around an exchange between islands (Features::islands): before it the owner of a row keeps the
-// sum and pushes nothing (kFinished); after it no rank sends partials, the owner adds the sums of
-// all islands from its own memory, and what it pushes is as above.
+// The schedule of rows with owners: when a cluster sends, finishes and receives which row.
+// gpu/transports/row_owners.cuh has what crosses the link. The owner of a row sums its partials and
+// pushes to all peers
+//  two_shot of many rows   the sum: every rank adds and norms every row (Owned::kSum)
+//  sharded residual        the finished row: only its owner has the residual (kFinished)
+//  all_gather_rows         the row itself, which is already finished (kGiven)
+// Calls over several islands (Features::islands): before the exchange between islands, the owner of
+// a row keeps the sum and pushes nothing (kFinished). After it, no rank sends partials. The owner
+// adds the sums of all islands, which are in its own memory, and pushes as above.
 //
-// Owners take turns, in the order of dealt_row(). Whoever waits for something of a row has before
-// sent all its partials of rows up to that number, and done what it owes for its own, so the lowest
-// unfinished row can always be finished, however the grids of different ranks are cut.
+// Owners alternate in the order of dealt_row(). No deadlock: before a cluster waits for a row, it
+// has sent all its partials of rows up to that one and has done its work as an owner of those rows.
+// The lowest unfinished row can therefore always finish, however each rank splits its grid.
 #ifndef ALLNORM_GPU_OWNED_ROWS_CUH_
 #define ALLNORM_GPU_OWNED_ROWS_CUH_
 
@@ -42,14 +42,13 @@ struct OwnedKernel {
   using Epilogue = NormEpilogue<T, Format_, kGains, kFeatures>;
 };
 
-// As run_fused(): rows of this launch are taken by clusters in turn. In one turn a cluster sends
-// its partial of a later row, does its own part for a row that this rank owns, and receives a row
-// that it came by kDepth turns ago: one that its owner has had the time for. So nobody waits for
-// two hops in a row.
+// Streams rows like run_fused(). In one iteration a cluster sends its partial of a later row, does
+// its own part if this rank owns the current row, and receives the row of kDepth iterations ago,
+// which its owner has had time to finish. So no cluster waits for two hops in a row.
 //
-// kFew: sums, and the caller limits the grid to few blocks. What a row takes in a block would set
-// the pace then, so residuals are loaded a turn ahead as well. Full grids are slower with that:
-// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
+// kFew: sums in a grid that the caller limits to few blocks. The latency of a row in a block would
+// then limit the rate, so residuals are loaded an iteration ahead as well. Full grids are slower
+// with that: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
 template <class Kernel>
 class OwnedRows {
   using T = typename Kernel::Element;
@@ -70,7 +69,7 @@ class OwnedRows {
         islands_(all.islands, pack),
         live_(live) {}
 
-  // x of a row: of any for a sum, of an own one otherwise.
+  // Loads x of a row: of any row for a sum, otherwise only of rows that this rank owns.
   __device__ __forceinline__ Pack load_input(int index) const {
     if (!live_ || index < 0 || index >= params_.num_tokens) return Pack{};
     if (takes_sums()) return Pack{};
@@ -79,7 +78,7 @@ class OwnedRows {
     return at.owner == params_.rank ? source_.load(at.local) : Pack{};
   }
 
-  // Rows first, first + step, ...; `own` is x of the first.
+  // Processes rows first, first + step, ...; `own` is x of the first row.
   __device__ __forceinline__ void run(int first, int step, const Pack& own) {
     const int end = params_.num_tokens;
     const int last = first + (end - 1 - first) / step * step;
@@ -105,7 +104,7 @@ class OwnedRows {
         pace.wait();
         send(index + kDepth * step, ahead);
         ahead = load_input(index + (kDepth + 1) * step);
-        // Nothing that is still to come keeps a dependent grid's launch from overlapping it.
+        // The rest of this grid may overlap the launch of the dependent grid.
         if (index == last) let_dependents_in(params_);
         if (row_at(index).owner == params_.rank) {
           do_own_part(index, index == first ? own : load_input(index));
@@ -117,13 +116,12 @@ class OwnedRows {
   }
 
  private:
-  // Unless y is asked for as well.
+  // Finished rows cross the link in their format, unless y is a result as well.
   static constexpr bool kSendsPacked = Format::kQuantizes && kOwned == Owned::kFinished;
-  // Rows whose partials are on their way while one is worked on, and as many turns from a row's own
-  // part to its receipt.
-  // Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
+  // Number of rows whose partials are in flight, and of iterations from a row's own part to its
+  // receipt. Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
   static constexpr int kDepth = kOwned == Owned::kSum && !kFew ? 1 : 2;
-  // With fewer turns the pace makes no call faster (same page).
+  // With fewer iterations pacing makes no call faster (same page).
   static constexpr int kUnpacedTurns = 7;
 
   __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
@@ -142,7 +140,7 @@ class OwnedRows {
     if (owner != params_.rank) owners_.send_partial(owner, index / world_size(), partial);
   }
 
-  // Loads the residual of a row, unless it has been: then `loaded` is it.
+  // Takes the residual from `loaded` if it was loaded ahead; otherwise loads it.
   __device__ __forceinline__ void take_residual(int64_t row, const Pack& loaded) {
     if constexpr (kFew) {
       epilogue_.take_residual(loaded);
@@ -151,7 +149,7 @@ class OwnedRows {
     }
   }
 
-  // Of a row that this rank owns or none, and of one that it receives or none.
+  // Loads the residuals of rows `own` and `back`, if this rank needs them.
   __device__ __forceinline__ void load_residuals(int own, int back) {
     const int end = params_.num_tokens;
     const bool owns = own < end && row_at(own).owner == params_.rank;
@@ -159,7 +157,7 @@ class OwnedRows {
     next_back_residual_ = back >= 0 && back < end ? epilogue_.load_residual(back) : Pack{};
   }
 
-  // Whether reduced rows come from an exchange between islands; their sum, of a row of this rank.
+  // Returns whether reduced rows come from an exchange between islands.
   __device__ __forceinline__ bool takes_sums() const {
     return kFeatures.islands && islands_.given();
   }
@@ -167,7 +165,7 @@ class OwnedRows {
     return live_ ? islands_.load(own.local) : Pack{};
   }
 
-  // What this rank owes for a row of its own.
+  // Does this rank's work for a row if this rank owns it.
   __device__ __forceinline__ void do_own_part(int index, const Pack& own) {
     const DealtRow here = row_at(index);
     const int slot = index / world_size();
@@ -218,9 +216,9 @@ class OwnedRows {
       norm_and_store(here.row, owners_.receive(here.owner, slot));
       return;
     }
-    // Sums of this island stay where they are.
+    // The sums of this island stay on their owners.
     if (kFeatures.islands && kOwned == Owned::kFinished && islands_.makes()) return;
-    // So does the residual, if it is all there is.
+    // Without a norm the only result is the residual, which also stays on its owner.
     if (kFeatures.post_step && kOwned == Owned::kFinished && !epilogue_.norms()) return;
     if constexpr (kSendsPacked) {
       if (!all_.sends_normed) return owners_.receive_and_store(here.owner, slot, here.row);
@@ -228,7 +226,7 @@ class OwnedRows {
     epilogue_.store_row(here.row, owners_.receive(here.owner, slot));
   }
 
-  // Of the sum of a row, which every rank has.
+  // Finishes a row whose sum every rank has.
   __device__ __forceinline__ void norm_and_store(int64_t row, const Pack& sum) {
     epilogue_.add_row(row, sum);
     if (epilogue_.norms()) epilogue_.store_row(row, epilogue_.finish());
@@ -241,7 +239,7 @@ class OwnedRows {
   typename Kernel::Epilogue epilogue_;
   IslandSums<T> islands_;
   bool live_;
-  Pack own_residual_{}, back_residual_{};  // kFew: of this turn
+  Pack own_residual_{}, back_residual_{};  // kFew: for this iteration
   Pack next_own_residual_{}, next_back_residual_{};
 };
 
@@ -259,12 +257,12 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
     return serve_exchange<typename Kernel::Format>(exchange, row_reduction, params.fused);
   rows.run(first, static_cast<int>(num_clusters()) - 1, own);
   exchange.advance_unused();
-  // Every thread has read the operation counter, which is advanced here.
+  // barrier: all threads of the block have read the operation counter before it is advanced.
   ALLNORM_FAULT(counter_advanced_early, , __syncthreads());
   exchange.advance();
 }
 
-// One block per SM, and no register spilled: two blocks of 64 registers per thread are slower.
+// One block per SM, without spills: two blocks with 64 registers per thread are slower.
 template <class Kernel>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     owned_rows_kernel(const __grid_constant__ OwnedRowsParams params) {

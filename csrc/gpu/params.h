@@ -1,4 +1,4 @@
-// Kernel parameters, filled by prepare.h; plain structs that host and device share.
+// Kernel parameters, filled by prepare.h: plain structs that host and device share.
 #ifndef ALLNORM_GPU_PARAMS_H_
 #define ALLNORM_GPU_PARAMS_H_
 
@@ -18,25 +18,24 @@ constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
 // How rows are spread over a grid.
 enum class Grid {
-  kSparse,  // a row a cluster, unless the caller limits the grid
-  kDense,   // more rows than SMs, which hide every latency; registers limit them: two blocks an SM
-  kFew,     // more rows than clusters, by the caller's limit
+  kSparse,  // one row per cluster, unless the caller limits the grid
+  kDense,   // more rows than SMs, which hides latency; up to two blocks per SM
+  kFew,     // more rows than clusters, because the caller limits the grid
 };
 
-// What a kernel is compiled for: a number of ranks, or any, which it is told when it runs. With
-// kernels of all numbers the library took half as long again to build, and was half as large again.
+// The world size that a kernel is compiled for, or kAnyWorldSize: read at run time. Kernels for all
+// world sizes would make the library half as large again, and its build half as long again.
 // Figures: docs/engineering-log/2026-11-24-boundaries.md
 constexpr int kAnyWorldSize = 0;
 template <class T>
 constexpr int compiled_world_size(int world_size) {
-  const bool is_served = kElemsPerPack<T> == 8;  // what models are served in: 16 bits
+  const bool is_served = kElemsPerPack<T> == 8;  // the dtypes that models are served in: 16 bits
   const bool is_own = world_size <= 2 || (is_served && (world_size == 4 || world_size == 8));
   return is_own ? world_size : kAnyWorldSize;
 }
 
-// How long a warp may be held up at random, to bring about what seldom happens: CMake's
-// ALLNORM_RANDOM_PAUSES. Otherwise nothing of it is compiled; a branch that is not taken cost
-// registers in most kernels.
+// Longest random delay of a warp, which provokes rare interleavings: CMake's ALLNORM_RANDOM_PAUSES.
+// Compiled only then, because even a branch that is not taken cost registers in most kernels.
 #ifdef ALLNORM_RANDOM_PAUSES
 constexpr int64_t kLongestPauseNs = 20'000;  // longer than a short call takes
 #else
@@ -54,62 +53,61 @@ struct Rows {
 };
 
 // Quantization of the normed row. The scale of group g of row t is at scale + t * scale_row_bytes +
-// g * scale_group_bytes; packed: byte g % 4 of the word at t * scale_row_bytes + g / 4 * ...
+// g * scale_group_bytes. Packed: byte g % 4 of the word at t * scale_row_bytes + g / 4 * ...
 struct QuantParams {
   char* quantized;
   int64_t quantized_stride_bytes;
-  char* scale;  // per tensor: the one to divide by
+  char* scale;  // per tensor: the static divisor
   int64_t scale_row_bytes;
   int64_t scale_group_bytes;
-  int64_t first_padding_row;  // of the rows whose scales are set to zero
+  int64_t first_padding_row;  // the first row whose scales are set to zero
   int32_t padding_rows;
   int32_t kind;             // AllnormQuant
   int32_t format;           // AllnormScaleFormat
-  int32_t packs_per_group;  // a power of two; per token those of a row, any number
-  // Its logarithm; per token so large that every pack is in group 0. A shift, since
-  // dividing integers where results are stored took 0.1 us.
+  int32_t packs_per_group;  // a power of two; per token: the packs of a row, any number
+  // Its logarithm; per token so large that every pack is in group 0. A shift, because integer
+  // division delayed the stores of results by 0.1 us.
   int32_t group_shift;
-  int32_t groups;  // of a row; 0 per tensor
-  // Read by kernels of the extended family only, as the next two. NVFP4: one float32.
+  int32_t groups;  // per row; 0 per tensor
+  // Features::all_formats only, like the next two. NVFP4: one float32.
   const char* global_scale;
-  uint32_t tiles;            // of scales, side by side; 0: they are not in tiles
-  uint32_t first_scale_row;  // in the tiles, of row 0
+  uint32_t tiles;            // tiles of scales per row of tiles; 0: no tiles
+  uint32_t first_scale_row;  // row of the tiles that row 0 uses
 
-  // Where a pack of a row belongs, and whether it is the first there. Not per tensor.
+  // The group of a pack, and whether the pack is the first of its group. Not per tensor.
   ALLNORM_HD int group_of(int pack) const { return pack >> group_shift; }
   ALLNORM_HD bool leads_group(int pack) const { return (pack & ~(~0u << group_shift)) == 0; }
 };
 
-// What becomes of the reduced sum before anything is added to it: numerics step 1c. Read by kernels
-// of the extended family only.
+// Post norm and scale of the reduced sum: numerics step 1c. Features::post_step only.
 struct PostParams {
-  const char* weight;  // nullptr: it is not normed
+  const char* weight;  // nullptr: the sum is not normed
   float eps;
   float weight_bias;
-  float scale;  // 1: it is not scaled
+  float scale;  // 1: the sum is not scaled
   bool weight_is_float32;
 };
 
-// What this rank's partials are made of: numerics step 0. Read by kernels of the extended family
-// only; the others take x.
+// The rows of experts whose sums are this rank's partials: numerics step 0. Features::experts only;
+// other kernels read x.
 struct ExpertParams {
   Rows rows;            // of experts
-  Rows shared;          // data == nullptr: none. A row a token, as of the next two
-  const char* index;    // of `top_k` int32; nullptr: choice k of token t is row t * top_k + k
-  const char* weights;  // of `top_k` float32; nullptr: nothing is multiplied
+  Rows shared;          // one row per token, like the next two; data == nullptr: none
+  const char* index;    // top_k int32; nullptr: choice k of token t is row t * top_k + k
+  const char* weights;  // top_k float32 factors; nullptr: none
   int64_t index_stride_bytes;
   int64_t weights_stride_bytes;
   uint32_t num_rows;
-  int32_t top_k;  // 0: there are no experts
-  bool by_four;   // choices may be loaded by packs
+  int32_t top_k;  // 0: no experts
+  bool by_four;   // whether choices may be loaded in packs of four
 };
 
-// What follows the reduced sum.
+// Parameters of the epilogue.
 struct EpilogueParams {
-  Rows residual;  // data == nullptr: nothing is added
+  Rows residual;  // data == nullptr: none
   Rows residual_out;
   Rows out;
-  const char* weight;  // extended: nullptr if nothing is normed behind the residual
+  const char* weight;  // Features::post_step: nullptr without a norm after the residual
   int64_t hidden_size;
   float num_elements;          // hidden_size
   float inverse_num_elements;  // 1 / num_elements, rounded
@@ -119,22 +117,22 @@ struct EpilogueParams {
   bool weight_is_float32;
   bool normalize_unrounded;
   bool round_before_weight;
-  CachePolicy policy;  // of the rows above, and of the weights
+  CachePolicy policy;  // of these rows and of the weights
   QuantParams quant;
   PostParams post;
 };
 
-// Where a warp may be, for gpu/stamps.cuh.
+// Points that a warp passes, for gpu/stamps.cuh.
 enum class Stamp {
   kEntered,
-  kGathered,    // with the other blocks of its cluster
-  kPreceded,    // by a grid that is complete
-  kNumbered,    // which operation this is has been loaded
-  kSent,        // this rank's partial has been loaded and is on its way
-  kPrefetched,  // what else is loaded early has been asked for
-  kReceived,    // all partials have
-  kSummed,      // squares, over the row
-  kStored,      // the results are on their way to memory
+  kGathered,    // together with the other blocks of its cluster
+  kPreceded,    // the preceding grid is complete
+  kNumbered,    // the operation number has been loaded
+  kSent,        // this rank's partial has been loaded and sent
+  kPrefetched,  // other early loads have been issued
+  kReceived,    // all partials have arrived
+  kSummed,      // the squares of the row have been summed
+  kStored,      // the results have been issued to memory
 };
 constexpr int kStamps = static_cast<int>(Stamp::kStored) + 1;
 struct StampRecord {
@@ -153,40 +151,40 @@ struct FusedParams {
   int32_t num_tokens;  // of this launch
   int32_t packs;
   int32_t rank;
-  int32_t world_size;  // read where the kernel is compiled for kAnyWorldSize
+  int32_t world_size;  // read by kernels for kAnyWorldSize
   PushLayout::Phases phases;
-  bool large;               // these are the large phases
-  uint32_t units;           // that this launch takes of the others: SlotPlace
-  int32_t row_ps;           // on the link, what this rank sends of a row; 0: not known
-  CachePolicy slot_policy;  // of slots that are marked as empty
+  bool large;               // whether `phases` are the large phases
+  uint32_t units;           // units that this launch takes: SlotPlace
+  int32_t row_ps;           // time of a row on the link in picoseconds; 0: unknown
+  CachePolicy slot_policy;  // for marking slots as empty
   int64_t timeout_ns;
   CallTag tag;
   AllnormFault* fault;  // host memory, mapped
-  bool late_trigger;    // a dependent grid is let in when this one ends
+  bool late_trigger;    // the dependent launch is triggered when this grid ends
   ExpertParams experts;
 #ifdef ALLNORM_STAMPS
-  StampRecord* stamps;  // one for each warp; nullptr: nobody wants them
+  StampRecord* stamps;  // one per warp; nullptr: none
 #endif
 };
 
-// Before and after an exchange between islands: numerics step 1b. Read by kernels of the extended
-// family only. Rows are float32, those that this rank owns.
+// Rows before and after an exchange between islands: numerics step 1b. Features::islands only.
+// Float32, for the rows that this rank owns.
 struct IslandParams {
   Rows sums;  // of the first island
   int64_t island_stride_bytes;
   int32_t num_islands;  // 0: partials are exchanged
-  Rows out;             // where the sums of this island go; data == nullptr: nowhere
+  Rows out;             // destination of this island's sums; data == nullptr: none
 };
 
 // One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of
-// dealt_row(), from `first_index` on, a multiple of the world size. Where the residual is
-// sharded, rows of residual and residual_out, and of x for all_gather_rows, count from the first of
-// this rank's shard.
+// dealt_row(), from `first_index` on, a multiple of the world size. With a sharded residual, rows
+// of residual and residual_out, and of x for all_gather_rows, count from the first row of this
+// rank's range.
 struct OwnedRowsParams {
   FusedParams fused;
   int64_t first_index;
   int64_t total_rows;
-  bool sends_normed;  // finished rows cross the link as y, not quantized
+  bool sends_normed;  // whether finished rows cross the link as y, not quantized
   IslandParams islands;
 };
 

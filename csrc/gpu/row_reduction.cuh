@@ -22,11 +22,12 @@ __device__ __forceinline__ float butterfly(float value) {
 
 __device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
-// Of a value in shared memory.
+// Size of a value in shared memory.
 constexpr uint32_t kValueBytes = sizeof(float);
 
-// The butterfly over `count` values in shared memory, zero-padded to a power of two, widest first.
-// Sums that are further than 32 apart meet in one lane; adding the padding's zeros changes nothing.
+// The butterfly over `count` values in shared memory, zero-padded to a power of two, widest
+// distance first. Values more than 32 apart are added in one lane. Adding the padding's zeros
+// changes nothing.
 template <int kMaxCount>
 __device__ __forceinline__ float butterfly_over(SharedAddress values, int count) {
   constexpr int kPerLane = (kMaxCount + 31) / 32;
@@ -45,11 +46,11 @@ __device__ __forceinline__ float butterfly_over(SharedAddress values, int count)
   return butterfly(terms[0]);
 }
 
-// Exchanges one value of each warp with all threads that work on the same row; each warp holds one
-// chunk of a row, and rows come one after the other.
+// Reduces one value per warp over all threads that share a row. Each warp holds one chunk of a row;
+// rows are reduced one after the other.
 class RowReduction {
  public:
-  // All threads of the cluster construct it, and join() once before any of them exchanges anything.
+  // All threads of the cluster must construct it, and call join() once before the first reduction.
   __device__ __forceinline__ RowReduction(int chunks, uint32_t cluster_size)
       : chunks_(chunks),
         cluster_size_(cluster_size),
@@ -64,31 +65,31 @@ class RowReduction {
     arrive_in_cluster();  // pairs with join()
   }
 
-  // Waits until all blocks of the cluster have constructed theirs, before any of them signals
-  // another's barrier. Where something else is waited for: a cluster takes half a microsecond to
-  // come together.
+  // barrier: waits until all blocks of the cluster have initialized their barriers, before any
+  // block signals them; pairs with arrive_in_cluster() in the constructors. Call it while waiting
+  // for other things: a cluster takes half a microsecond to come together.
   __device__ __forceinline__ void join() const {
     if (ALLNORM_FAULT(cluster_does_not_join, false, cluster_size_ != 1)) wait_for_cluster();
   }
 
-  // Numerics step 4: the sum over the row of every thread's `value`, the same in all threads.
+  // Numerics step 4: returns the sum of all threads' `value` over the row, the same in all threads.
   __device__ __forceinline__ float sum(float value) {
     return butterfly_over<kMaxChunks>(share(butterfly(value)), chunks_);
   }
 
-  // Numerics step 6: the greatest magnitude() in the `count` chunks from `first` on, from the
-  // greatest in each chunk.
+  // Numerics step 6: returns the greatest magnitude() in `count` chunks, from chunk `first` on.
+  // `chunk_greatest`: the greatest in this warp's chunk.
   __device__ __forceinline__ uint32_t greatest(uint32_t chunk_greatest, int first, int count) {
     return greatest_of_values(share(bit_cast<float>(chunk_greatest)), first, count);
   }
 
-  // The chunk of a row that this thread's warp holds.
+  // The chunk that this thread's warp holds.
   __device__ __forceinline__ int chunk() const {
     return static_cast<int>((cluster_rank() * blockDim.x + threadIdx.x) / 32);
   }
   __device__ __forceinline__ int chunks() const { return chunks_; }
 
-  // The greatest of `count` values from `first` on, the same in all lanes of a warp.
+  // Returns the greatest of `count` values from `first` on, the same in all lanes of a warp.
   __device__ __forceinline__ static uint32_t greatest_of_values(SharedAddress values, int first,
                                                                 int count) {
     uint32_t result = 0;
@@ -98,9 +99,9 @@ class RowReduction {
     return greatest_of_lanes(result, 32);
   }
 
-  // The greatest of each `lanes` consecutive lanes; a power of two.
+  // Returns the greatest value of each group of `lanes` consecutive lanes, a power of two.
   __device__ __forceinline__ static uint32_t greatest_of_lanes(uint32_t value, int lanes) {
-    // Groups of 128 elements of 16 bits are 16 lanes.
+    // A group of 128 16-bit elements has 16 lanes.
     if (lanes == 32) value = greater_of_pair(value, 16);
 #pragma unroll
     for (int offset = 8; offset >= 1; offset /= 2) {
@@ -111,17 +112,17 @@ class RowReduction {
   }
 
  private:
-  // The greater of this lane's value and that of the lane `offset` from it.
+  // Returns the greater of this lane's value and that of the lane `offset` away.
   __device__ __forceinline__ static uint32_t greater_of_pair(uint32_t value, int offset) {
     const float other = shuffle_xor(bit_cast<float>(value), offset);
     return greater(value, bit_cast<uint32_t>(other));
   }
 
-  // The values of all chunks, each the same in all lanes of its warp. All threads of the cluster
-  // call it; a barrier of the block lies in it.
+  // Returns the values of all chunks. `chunk_value` is the same in all lanes of a warp. All threads
+  // of the cluster call it. It contains a block barrier.
   //
-  // Reuse of a buffer: a warp writes it for exchange i + 2 after it has waited for the values of
-  // exchange i + 1 of all warps, each of which sent that after it had used the values of i.
+  // Reuse of a buffer: a warp writes it for exchange i + 2 after it has waited for all warps'
+  // values of exchange i + 1. Each warp sent that value after it had used the values of exchange i.
   __device__ __forceinline__ SharedAddress share(float chunk_value) {
     const uint32_t buffer = exchanges_ % kBuffers;
     const uint32_t parity = exchanges_ / kBuffers % 2;
@@ -132,16 +133,17 @@ class RowReduction {
       if (lane == 0) store_shared(shared_ + at, chunk_value);
       ALLNORM_FAULT(row_sums_without_barrier, , __syncthreads());
     } else {
-      // Not a barrier of the cluster that orders stores: it would wait until all this thread's
-      // stores to peers are acknowledged.
+      // Not a cluster barrier that orders stores: it would wait until all of this thread's stores
+      // to peers are acknowledged.
       if (lane < cluster_size_) {
         store_async_cluster(theirs_ + at, theirs_ + arrived(buffer), chunk_value);
       }
       if (threadIdx.x == 0) {
         expect_bytes(shared_ + arrived(buffer), cluster_size_ * warps * kValueBytes);
       }
-      // Bounded: every warp of the cluster comes here, since its own waits have a deadline. A block
-      // cannot leave while another still writes into it, because it waits for all that is written.
+      // Bounded: every warp of the cluster arrives here, since its own waits have a deadline. A
+      // block cannot exit while another still writes to it, because it waits for all of these
+      // writes.
       ALLNORM_FAULT(row_sums_not_waited_for, , wait_barrier(shared_ + arrived(buffer), parity));
       ALLNORM_FAULT(cluster_meets_for_each_row, (arrive_in_cluster(), wait_for_cluster()), );
     }
@@ -153,7 +155,7 @@ class RowReduction {
     float values[kBuffers][kMaxChunks];
     SharedBarrier arrived[kBuffers];
   };
-  // Where they begin in Shared.
+  // Offsets in Shared.
   __device__ __forceinline__ static uint32_t values(uint32_t buffer) {
     return buffer * static_cast<uint32_t>(sizeof(Shared::values[0]));
   }
@@ -165,7 +167,7 @@ class RowReduction {
   uint32_t cluster_size_;
   uint32_t exchanges_ = 0;
   SharedAddress shared_;
-  SharedAddress theirs_{};  // of the block of this lane's number
+  SharedAddress theirs_{};  // in the cluster's block with this lane's number
 };
 
 }  // namespace allnorm

@@ -138,8 +138,8 @@ struct PushLayout {
     ALLNORM_HD int64_t at(uint32_t index) const { return begin + index * bytes; }
   };
   // Returns the memory for operations of `units` units; 0: the large phases. Single units share a
-  // few pages. An operation of half a half has 1/40 of the workspace. The time of anything larger
-  // is that of the link.
+  // few pages. The largest operation that writes without waiting takes half of a half, 1/40 of the
+  // workspace. Anything larger is bound by the link anyway.
   ALLNORM_HD static Phases phases(int64_t workspace_bytes, uint32_t units) {
     const int64_t bytes = workspace_bytes - PushControl::kBytes;
     const int64_t most = kSmallUnitBytes, share = align_down(bytes / 512);

@@ -1,5 +1,5 @@
-// Memory verbs of the CUDA backend, and what else needs inline PTX: the only place of it in the
-// project. Names carry order and scope.
+// Memory verbs and all other inline PTX of the CUDA backend. Names contain order and scope. This is
+// the only file with inline PTX.
 #ifndef ALLNORM_GPU_MEMORY_CUH_
 #define ALLNORM_GPU_MEMORY_CUH_
 
@@ -13,7 +13,8 @@ namespace allnorm {
 
 // ---- across the link: the verbs of the table protocol/accesses.h --------------------------------
 
-// One 16-byte store. In the memory model four 4-byte stores in no order: readers test every word.
+// A 16-byte store. In the memory model it is four 4-byte stores in unspecified order, so readers
+// test every word.
 __device__ __forceinline__ void store_relaxed_sys(void* address, const Pack& pack) {
   asm volatile(ALLNORM_PTX(ALLNORM_STORE_PACK) " [%0], {%1, %2, %3, %4};" ::"l"(address),
                "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
@@ -49,7 +50,8 @@ __device__ __forceinline__ uint32_t load_relaxed_sys_u32(const void* address) {
   return value;
 }
 
-// What the thread that stored the value did before, is visible to this thread after.
+// acquire: everything that the storing thread did before its release is visible to this thread
+// afterwards.
 __device__ __forceinline__ uint32_t load_acquire_sys_u32(const void* address) {
   uint32_t value;
   asm volatile(ALLNORM_PTX(ALLNORM_ACQUIRE_U32) " %0, [%1];"
@@ -59,7 +61,8 @@ __device__ __forceinline__ uint32_t load_acquire_sys_u32(const void* address) {
   return value;
 }
 
-// Orders everything this thread has done or seen before with what it does after, for all devices.
+// Orders everything that this thread has done or seen before with everything that it does
+// afterwards, for all devices.
 __device__ __forceinline__ void fence_acq_rel_sys() {
   asm volatile(ALLNORM_PTX_FENCE(ALLNORM_FENCE) ";" ::: "memory");
 }
@@ -75,7 +78,8 @@ __device__ __forceinline__ Pack load_pack(const void* address) {
   return pack;
 }
 
-// Keeps the compiler from computing with the pack earlier, and from keeping what it has computed.
+// Stops the compiler from moving computations on the pack above this point, and from keeping
+// earlier results of them.
 __device__ __forceinline__ void keep_packed(Pack& pack) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(pack.word[i]));
@@ -87,8 +91,8 @@ __device__ __forceinline__ void store_pack(void* address, const Pack& pack) {
                : "memory");
 }
 
-// Has memory that will be loaded soon brought into the L2 cache; a hint. `address` and `bytes` are
-// multiples of 16.
+// Asks for memory to be loaded into the L2 cache; a hint. `address` and `bytes` are multiples of
+// 16.
 __device__ __forceinline__ void prefetch_to_l2(const void* address, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
@@ -101,7 +105,7 @@ __device__ __forceinline__ uint32_t load_u32(const void* address) {
   return value;
 }
 
-// The same with a say in how long the L2 cache keeps the line.
+// Accesses with an L2 cache policy.
 __device__ __forceinline__ uint64_t load_u64(const void* address, CachePolicy policy) {
   uint64_t value;
   asm volatile("ld.global.L2::cache_hint.u64 %0, [%1], %2;"
@@ -154,13 +158,13 @@ __device__ __forceinline__ T& shared_storage() {
   return storage;
 }
 
-// Where something of this block's shared memory is. Worth keeping: the hardware works it out from
-// the block's place in its cluster, which takes time.
+// Address of an object in this block's shared memory. Compute it once: deriving it from the block's
+// rank in the cluster is slow.
 using SharedAddress = uint32_t;
 
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
   SharedAddress address = static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-  asm volatile("" : "+r"(address));  // so that the compiler does not work it out again
+  asm volatile("" : "+r"(address));  // stops the compiler from computing it again
   return address;
 }
 
@@ -174,7 +178,7 @@ __device__ __forceinline__ void store_shared(SharedAddress address, float value)
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// The shared memory that the launch asked for.
+// The dynamic shared memory of the launch.
 __device__ __forceinline__ float* dynamic_shared_floats() {
   extern __shared__ float storage[];
   return storage;
@@ -182,8 +186,8 @@ __device__ __forceinline__ float* dynamic_shared_floats() {
 
 // ---- arithmetic -------------------------------------------------------------------------------
 
-// 1 / sqrt(a) but for its last bit (relative error at most 2^-22.9, PTX ISA, rsqrt); a is positive
-// and no denormal.
+// Approximates 1 / sqrt(a) with a relative error of at most 2^-22.9 (PTX ISA, rsqrt): only the last
+// bit may be wrong. `a` is positive and not denormal.
 __device__ __forceinline__ float near_reciprocal_root(float a) {
   float root;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(a));
@@ -192,14 +196,14 @@ __device__ __forceinline__ float near_reciprocal_root(float a) {
 
 // ---- launches and clusters --------------------------------------------------------------------
 
-// Returns once the preceding grid of the stream has completed and its writes are visible.
+// Waits until the preceding grid of the stream has completed and its writes are visible.
 __device__ __forceinline__ void wait_for_preceding_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next grid of the stream begin its prologue.
+// Triggers the dependent launch: the next grid of the stream may start its prologue.
 __device__ __forceinline__ void trigger_next_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -216,7 +220,7 @@ __device__ __forceinline__ uint32_t cluster_size() {
 #endif
 }
 
-// This block's cluster among all of the grid.
+// The index of this block's cluster in the grid.
 __device__ __forceinline__ uint32_t cluster_index() {
 #if __CUDA_ARCH__ >= 900
   uint32_t index;
@@ -247,10 +251,9 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 #endif
 }
 
-// A barrier of all threads of the cluster in two parts. It orders the init_barrier() of a thread
-// that has called publish_barriers() in between, and nothing else: an arrival that orders all
-// memory accesses begins with a device-wide memory barrier on sm_90, which takes a third of a
-// microsecond.
+// A barrier of all threads of the cluster in two parts. It orders only init_barrier() of threads
+// that called publish_barriers() in between. An arrival that orders all memory accesses would start
+// with a device-wide memory barrier on sm_90, which takes a third of a microsecond.
 __device__ __forceinline__ void publish_barriers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -267,7 +270,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 }
 
-// The same place in the shared memory of block `rank` of the cluster.
+// Maps an address to the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ SharedAddress in_block_of_cluster(SharedAddress address, uint32_t rank) {
 #if __CUDA_ARCH__ >= 900
   SharedAddress there;
@@ -283,8 +286,8 @@ struct SharedBarrier {
   uint64_t state;
 };
 
-// Every phase of the barrier will end after one expect_bytes() and as many bytes as that announces,
-// in any order.
+// Initializes a barrier. A phase completes when expect_bytes() was called once and that many bytes
+// have arrived, in either order.
 __device__ __forceinline__ void init_barrier(SharedAddress barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
@@ -298,8 +301,8 @@ __device__ __forceinline__ void expect_bytes(SharedAddress barrier, uint32_t byt
 #endif
 }
 
-// Stores to shared memory of a block of the cluster, and counts the bytes at a barrier there once
-// they have arrived. Waits for no other access of this thread.
+// Stores to the shared memory of a block of the cluster. When the value has arrived, its bytes are
+// counted at `barrier` there. Does not wait for other accesses of this thread.
 __device__ __forceinline__ void store_async_cluster(SharedAddress address, SharedAddress barrier,
                                                     float value) {
 #if __CUDA_ARCH__ >= 900
@@ -310,7 +313,8 @@ __device__ __forceinline__ void store_async_cluster(SharedAddress address, Share
 #endif
 }
 
-// Waits for the end of the phase of the given parity; what was stored for it is visible then.
+// acquire: waits for the end of the phase with this parity and makes the values stored for it
+// visible; pairs with store_async_cluster().
 __device__ __forceinline__ void wait_barrier(SharedAddress barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done = 0;
@@ -336,7 +340,7 @@ struct DeviceClock {
   }
 };
 
-// Of this multiprocessor's clock.
+// Reads the clock of this SM.
 __device__ __forceinline__ uint32_t cycles_now() {
   uint32_t cycles;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
@@ -349,7 +353,7 @@ __device__ __forceinline__ uint32_t multiprocessor() {
   return number;
 }
 
-// Leaves the multiprocessor to other warps, for up to 40 ns.
+// Yields the SM to other warps for up to 40 ns.
 __device__ __forceinline__ void sleep_briefly() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
 }  // namespace allnorm

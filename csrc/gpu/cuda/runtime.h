@@ -1,4 +1,4 @@
-// The runtime and the driver that the host side calls, by CUDA's names.
+// The headers of the runtime and the driver that the host code calls, by CUDA's names.
 #ifndef ALLNORM_GPU_RUNTIME_H_
 #define ALLNORM_GPU_RUNTIME_H_
 

@@ -1,6 +1,6 @@
-// Any quantized format, which one is known when the kernel runs and the same in the whole grid:
-// e4m3 with all layouts of its scales, and NVFP4. Of kernels of the extended family, so that a
-// format more is no kernel more.
+// Any quantized format, chosen at run time for the whole grid: e4m3 with all layouts of its scales,
+// and NVFP4. Used only by kernels with Features::all_formats, so that adding a format adds no
+// kernel.
 #ifndef ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_
 #define ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_
 
@@ -10,7 +10,7 @@
 
 namespace allnorm {
 
-// See gpu/formats.cuh for what a format is.
+// gpu/formats.cuh describes the functions of a format.
 template <class T>
 class AnyQuantized {
  public:
@@ -51,7 +51,7 @@ class AnyQuantized {
     return is_nvfp4(params_) ? NvFp4<T>::quantize(params_, y, live_) : e4m3_(y);
   }
 
-  // Of what is sent beside it.
+  // Scales that are sent separately.
   __device__ __forceinline__ float scale() const { return e4m3_.scale(); }
   __device__ __forceinline__ bool leads_group() const { return e4m3_.leads_group(); }
   __device__ __forceinline__ int group() const { return e4m3_.group(); }

@@ -1,4 +1,4 @@
-// Numerics step 6: e4m3 elements with float32 or UE8M0 scales, by group, by token or by a given
+// Numerics step 6: e4m3 elements with float32 or UE8M0 scales, per group, per token, or one static
 // scale.
 #ifndef ALLNORM_GPU_FORMATS_E4M3_CUH_
 #define ALLNORM_GPU_FORMATS_E4M3_CUH_
@@ -10,14 +10,14 @@
 
 namespace allnorm {
 
-// Division by any number. Rare, so a function of its own: the kernels stay short.
+// Divides by any number. Rarely used, so it is not inlined, which keeps the kernels short.
 struct AnyDivisor {
   float scale;
   __device__ __noinline__ static float divide(float y, float scale) { return div_rn(y, scale); }
   __device__ __forceinline__ float operator()(float y) const { return divide(y, scale); }
 };
 
-// See gpu/formats.cuh for what a format is.
+// gpu/formats.cuh describes the functions of a format.
 template <class T>
 class E4m3 {
  public:
@@ -35,7 +35,7 @@ class E4m3 {
                                   bool live)
       : params_(params), reduction_(reduction), pack_(pack), live_(live) {}
 
-  // The given scale, if there is one.
+  // Loads the static scale, if there is one.
   __device__ __forceinline__ void prefetch() {
     if (params_.kind == ALLNORM_QUANT_PER_TENSOR) scale_ = given_scale(params_);
   }
@@ -74,13 +74,13 @@ class E4m3 {
 
   // Returns the scale of the last quantized row.
   __device__ __forceinline__ float scale() const { return scale_; }
-  // Whether this thread's pack is the first of a group that has a scale of its own.
+  // Returns whether this thread's pack is the first of a group with its own scale.
   __device__ __forceinline__ bool leads_group() const {
     return live_ && params_.groups != 0 && params_.leads_group(pack_);
   }
   __device__ __forceinline__ int group() const { return params_.group_of(pack_); }
 
-  // Stores what was quantized last.
+  // Stores the last quantized row.
   __device__ __forceinline__ void store(int64_t row, const Packed& quantized,
                                         CachePolicy policy) const {
     if (!live_) return;
@@ -97,7 +97,7 @@ class E4m3 {
     store_words(elements_at(params, row, pack), quantized);
   }
 
-  // Stores the scale of one group where the format and the layout want it.
+  // Stores the scale of one group in the call's format and layout.
   __device__ __forceinline__ static void store_scale(const QuantParams& params, int64_t row,
                                                      int group, float scale) {
     char* const begin = params.scale + row * params.scale_row_bytes;
@@ -111,12 +111,12 @@ class E4m3 {
     for (int missing = group % 4 + 1; missing < 4; ++missing) store_u8(word + missing, 0);
   }
 
-  // Zeros for the scales of rows that do not exist.
+  // Zeroes the scales of padding rows.
   __device__ __forceinline__ static void store_padding(const QuantParams& params, int thread,
                                                        int threads) {
     const bool packed = params.format == ALLNORM_SCALE_UE8M0_PACKED;
     const int words = packed ? (params.groups + 3) / 4 : params.groups;
-    // Rows and words apart: all of them together need not fit into 32 bits.
+    // Two loops, because rows times words may exceed 32 bits.
     for (int row = 0; row < params.padding_rows; ++row) {
       char* const begin = params.scale + (params.first_padding_row + row) * params.scale_row_bytes;
       for (int i = thread; i < words; i += threads) {
@@ -127,7 +127,7 @@ class E4m3 {
 
   // ---- rows that no cluster holds ----
 
-  // For groups wider than a chunk.
+  // Only groups wider than a chunk need them.
   __device__ __forceinline__ static bool needs_greatest(const QuantParams& params) {
     return params.kind != ALLNORM_QUANT_PER_TENSOR &&
            (params.kind == ALLNORM_QUANT_PER_TOKEN || params.packs_per_group > kPacksPerChunk);
@@ -136,9 +136,9 @@ class E4m3 {
     return params.out.data != nullptr;
   }
 
-  // For the pack of each lane of a warp, which holds one chunk of a row. `greatest`: the greatest
-  // magnitude of each of the row's `chunks`, where they are needed, or null.
-  // `Scales` stores them.
+  // Stores the pack of each lane of a warp, which holds one chunk of a row. `greatest`: the
+  // greatest magnitude of each of the row's `chunks`, or null if not needed. `Scales` stores the
+  // scales.
   template <class Access, class Scales = E4m3>
   __device__ __forceinline__ static void store_chunk(const EpilogueParams& params, int64_t row,
                                                      int chunk, int chunks, bool live,

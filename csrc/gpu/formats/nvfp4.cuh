@@ -1,8 +1,8 @@
-// Numerics step 6, NVFP4: e2m1 elements, an e4m3 scale for 16 of them and a given global one.
+// Numerics step 6, NVFP4: e2m1 elements, an e4m3 scale per 16 elements, and a static global scale.
 //
-// All patterns of eight elements occur, 0xffffffff too: eight times -6. So a word on the link is
-// four elements and, above them, their scale: none is kEmptyWord, nothing is sent beside them, and
-// whoever has elements also knows that a failure made their scale NaN, which is all that says so.
+// Eight elements can have any bits, also 0xffffffff: eight times -6. A word on the link therefore
+// contains four elements and, above them, their scale. No such word is kEmptyWord, scales need not
+// be sent separately, and a failure is visible in each word, whose scale is then NaN.
 #ifndef ALLNORM_GPU_FORMATS_NVFP4_CUH_
 #define ALLNORM_GPU_FORMATS_NVFP4_CUH_
 
@@ -14,7 +14,7 @@
 
 namespace allnorm {
 
-// A part of gpu/formats/any_quantized.cuh, in the words of gpu/formats.cuh.
+// The NVFP4 part of AnyQuantized; gpu/formats.cuh describes the functions.
 template <class T>
 class NvFp4 {
  public:
@@ -23,13 +23,13 @@ class NvFp4 {
   static constexpr uint32_t kNanWord =
       ALLNORM_FAULT(nvfp4_scale_zero_after_failure, 0, static_cast<uint32_t>(kNanE4m3) << 16);
 
-  // Brings the global scale near. From row to row it stays in the cache and not in a register:
-  // kernels with few of them spilled.
+  // Prefetches the global scale. It is kept in the cache, not in a register, because kernels short
+  // of registers spilled.
   __device__ __forceinline__ static void prefetch(const QuantParams& params) {
     load_u32(params.global_scale);
   }
 
-  // Of this thread's pack; all lanes of a warp call it.
+  // Quantizes this thread's pack; all lanes of a warp call it.
   __device__ __forceinline__ static Packed quantize(const QuantParams& params, const Pack& packed,
                                                     bool live) {
     const float global = bit_cast<float>(load_u32(params.global_scale));
@@ -50,8 +50,8 @@ class NvFp4 {
     return result;
   }
 
-  // Elements, and the scale if this pack is the first of its group. kAligned: at a multiple of as
-  // many bytes.
+  // Stores the elements, and the scale if this pack is the first of its group. kAligned: the
+  // address is a multiple of the bytes stored.
   template <bool kAligned>
   __device__ __forceinline__ static void store(const QuantParams& params, int64_t row, int pack,
                                                const Packed& packed) {

@@ -1,4 +1,4 @@
-// y is stored as it is: 16 or 32 bits an element, the dtype of x.
+// Stores y in the dtype of x: 16 or 32 bits per element.
 #ifndef ALLNORM_GPU_FORMATS_PLAIN_CUH_
 #define ALLNORM_GPU_FORMATS_PLAIN_CUH_
 
@@ -8,7 +8,7 @@
 
 namespace allnorm {
 
-// See gpu/formats.cuh for what a format is.
+// gpu/formats.cuh describes the functions of a format.
 template <class T>
 class Plain {
  public:

@@ -1,4 +1,4 @@
-// Scales as bytes in tiles of 128 rows by 4 groups, or in rows of bytes.
+// Stores scales as bytes, in tiles of 128 rows by 4 groups or in rows.
 #ifndef ALLNORM_GPU_FORMATS_TILES_CUH_
 #define ALLNORM_GPU_FORMATS_TILES_CUH_
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void store_scale_byte(const QuantParams& params, int6
     store_u8(params.scale + row * params.scale_row_bytes + group * params.scale_group_bytes, scale);
     return;
   }
-  // No call has more rows than fit.
+  // Fits: see the check of first_scale_row.
   const uint32_t m = params.first_scale_row + static_cast<uint32_t>(row);
   char* const at = params.scale + swizzled_scale(m, static_cast<uint32_t>(group), params.tiles);
   store_u8(at, scale);
@@ -26,9 +26,9 @@ __device__ __forceinline__ void store_scale_byte(const QuantParams& params, int6
   }
 }
 
-// Zeros for the scales of rows that do not exist, by the thread of number `thread` of `threads`. In
-// the order of addresses: 16 bytes of a tile are the words of a row and of those 32, 64 and 96
-// further. By rows, whose words are 512 bytes apart, 1x4096 took 10 us:
+// Zeroes the scales of padding rows, as thread `thread` of `threads`. Works in the order of
+// addresses: 16 bytes of a tile are the words of a row and of the rows 32, 64 and 96 after it. Row
+// by row, with words 512 bytes apart, it was slow:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#padding-of-scales-in-tiles
 __device__ __forceinline__ void store_tile_padding(const QuantParams& params, int thread,
                                                    int threads) {

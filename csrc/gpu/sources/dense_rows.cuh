@@ -1,4 +1,4 @@
-// This rank's partials are rows of a matrix: x.
+// Source of dense rows: this rank's partials are the rows of x.
 #ifndef ALLNORM_GPU_SOURCES_DENSE_ROWS_CUH_
 #define ALLNORM_GPU_SOURCES_DENSE_ROWS_CUH_
 
@@ -7,7 +7,7 @@
 
 namespace allnorm {
 
-// One thread's part: the same pack of every row it is called for.
+// One thread's part: the same pack of every row.
 template <class T>
 class DenseRows {
  public:

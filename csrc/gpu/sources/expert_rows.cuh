@@ -1,6 +1,5 @@
-// This rank's partials are sums of experts' rows: numerics step 0. Or, in a launch without experts,
-// what another source says; which of the two is known when the kernel runs, and the same in the
-// whole grid.
+// Source of experts' rows: this rank's partials are sums of rows of experts (numerics step 0). A
+// launch without experts uses a different source; that is decided at run time, for the whole grid.
 #ifndef ALLNORM_GPU_SOURCES_EXPERT_ROWS_CUH_
 #define ALLNORM_GPU_SOURCES_EXPERT_ROWS_CUH_
 
@@ -12,10 +11,10 @@
 
 namespace allnorm {
 
-// A choice that this rank does not have: -1.
+// A choice that is not on this rank: -1.
 constexpr uint32_t kNoRow = 0xffffffffu;
 
-// Four words of a token's choices, from the `first` on; `other` where there is no more choice.
+// Loads four words of a token's choices, from choice `first` on; `other` replaces missing choices.
 __device__ __forceinline__ void load_choices(const ExpertParams& experts, const char* choices,
                                              int first, uint32_t other, uint32_t* words) {
   if (experts.by_four && first < experts.top_k) {
@@ -30,9 +29,9 @@ __device__ __forceinline__ void load_choices(const ExpertParams& experts, const 
   }
 }
 
-// One pack of the partial of a token. `load` returns this pack of the row that begins at an
-// address; kInFlight rows are loaded together. What is not there counts as zeros: a sum that begins
-// with 0.0 is never -0.0, so that they change no bit.
+// Computes one pack of a token's partial. `load` returns this pack of the row at an address;
+// kInFlight rows are loaded together. Missing choices count as zeros. They change no bit, because a
+// sum that starts with 0.0 is never -0.0.
 template <class T, int kInFlight, class Load>
 __device__ __forceinline__ Pack sum_experts(const ExpertParams& experts, int64_t token,
                                             Load&& load) {
@@ -40,7 +39,7 @@ __device__ __forceinline__ Pack sum_experts(const ExpertParams& experts, int64_t
   const Pack last = experts.shared.data != nullptr ? load(shared) : Pack{};
   float sum[kElemsPerPack<T>] = {};
   bool no_row = false;
-  // One group after the other: unrolled, they would fill the instruction cache.
+  // Not unrolled, to fit into the instruction cache.
 #pragma unroll 1
   for (int first = 0; first < experts.top_k; first += kInFlight) {
     uint32_t rows[kInFlight], weights[kInFlight];
@@ -88,11 +87,11 @@ __device__ __forceinline__ Pack sum_experts(const ExpertParams& experts, int64_t
   return pack<T>(sum);
 }
 
-// One thread's part: the same pack of every row it is called for.
+// One thread's part: the same pack of every row.
 template <class T, class Otherwise, int kInFlight>
 class ExpertsOr {
  public:
-  // A row is many loads: who needs it again keeps it.
+  // A row takes many loads, so keep it if it is needed again.
   static constexpr bool kIsOneLoad = false;
   static constexpr bool kPrefetches = false;
 
@@ -112,7 +111,7 @@ class ExpertsOr {
   int pack_;
 };
 
-// For kernels whose clusters have many tokens each and registers for eight rows; there are experts.
+// For kernels with many tokens per cluster and registers for eight rows; the call has experts.
 template <class T>
 class PrefetchedExpertRows {
  public:
@@ -127,8 +126,8 @@ class PrefetchedExpertRows {
         experts_, row, [&](const char* from) { return load_pack(from + pack_ * kPackBytes); });
   }
 
-  // Has this block's part of a token's rows brought into the L2 cache, in two steps, so that
-  // nothing waits for the index: thread k of the block is for choice k.
+  // Prefetches this block's part of a token's rows into the L2 cache, in two steps, so that nothing
+  // waits for the index. Thread k of the block handles choice k.
   __device__ __forceinline__ uint32_t begin_prefetch(int row, int end) const {
     const int k = static_cast<int>(threadIdx.x);
     if (row >= end || k >= experts_.top_k) return kNoRow;

@@ -1,5 +1,5 @@
-// Where the reduced rows come from behind an exchange between islands: numerics step 1b. The sums
-// of all islands lie in local memory as float32, of the rows that this rank owns.
+// Source of reduced rows after an exchange between islands (numerics step 1b). The float32 sums of
+// all islands are in local memory, for the rows that this rank owns.
 #ifndef ALLNORM_GPU_SOURCES_ISLAND_SUMS_CUH_
 #define ALLNORM_GPU_SOURCES_ISLAND_SUMS_CUH_
 
@@ -9,21 +9,21 @@
 
 namespace allnorm {
 
-// A pack's elements as float32.
+// Packs of float32 for the elements of one pack.
 template <class T>
 constexpr int kPacksOfSums = kElemsPerPack<T> / kElemsPerPack<Float32>;
 
-// One thread's part: the same pack of every row it is called for.
+// One thread's part: the same pack of every row.
 template <class T>
 class IslandSums {
  public:
   __device__ __forceinline__ IslandSums(const IslandParams& params, int pack)
       : params_(params), pack_(pack * kPacksOfSums<T>) {}
 
-  // Whether the launch has them; the same in the whole grid.
+  // Returns whether the launch has sums of islands; the same in the whole grid.
   __device__ __forceinline__ bool given() const { return params_.num_islands != 0; }
 
-  // The sum of all islands, rounded, of the `local`th row that this rank owns.
+  // Returns the rounded sum of all islands for the `local`th row that this rank owns.
   __device__ __forceinline__ Pack load(int64_t local) const {
     const char* const first = params_.sums.at(local, pack_);
     float sum[kElemsPerPack<T>];
@@ -44,7 +44,7 @@ class IslandSums {
     return pack<T>(sum);
   }
 
-  // Whether the launch makes the sums of this island, for such an exchange.
+  // Returns whether the launch computes the sums of this island, for the exchange between islands.
   __device__ __forceinline__ bool makes() const { return params_.out.data != nullptr; }
 
   __device__ __forceinline__ void store(int64_t local, const float* sum) const {
@@ -57,7 +57,7 @@ class IslandSums {
 
  private:
   const IslandParams& params_;
-  int pack_;  // of float32
+  int pack_;  // in packs of float32
 };
 
 }  // namespace allnorm

@@ -1,5 +1,5 @@
-// Rows that are sums of several matrices in local memory, in order: numerics step 1. The gathered
-// partials of `unfused`; one matrix, for the norm of a tensor that is reduced already.
+// Source of rows that are sums of several matrices in local memory, in order (numerics step 1): the
+// gathered partials of `unfused`, or a single matrix that is already reduced.
 #ifndef ALLNORM_GPU_SOURCES_SUMMED_ROWS_CUH_
 #define ALLNORM_GPU_SOURCES_SUMMED_ROWS_CUH_
 
@@ -8,8 +8,8 @@
 
 namespace allnorm {
 
-// The sum of the packs that `load` returns for matrices 0, 1, ..., kInFlight of them loaded
-// together.
+// Returns the sum of the packs that `load` returns for matrices 0, 1, ...; kInFlight of them are
+// loaded together.
 template <class T, int kInFlight, class Load>
 __device__ __forceinline__ Pack sum_in_order(int num_sources, Load&& load) {
   const Pack first = load(0);
@@ -21,7 +21,7 @@ __device__ __forceinline__ Pack sum_in_order(int num_sources, Load&& load) {
   return pack<T>(sum);
 }
 
-// One thread's part: the same pack of every row it is called for.
+// One thread's part: the same pack of every row.
 template <class T>
 class SummedRows {
  public:

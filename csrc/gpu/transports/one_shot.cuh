@@ -1,6 +1,6 @@
-// one_shot: every rank pushes its row to every peer, and every rank sums it. One hop.
+// one_shot: every rank pushes its row to every peer, and every rank sums all rows. One hop.
 //
-// Flag in data: a slot word that is not kEmptyWord has arrived. See gpu/exchange.cuh for reuse.
+// Flag in data: a slot word that is not kEmptyWord has arrived. gpu/exchange.cuh explains reuse.
 #ifndef ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_
 #define ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_
 
@@ -9,8 +9,8 @@
 
 namespace allnorm {
 
-// One thread's part: the same pack of every row it is called for, if the thread is `live` and has
-// one. All lanes of a warp call its functions together.
+// One thread's part: the same pack of every row, if the thread is `live`. All lanes of a warp call
+// its functions together.
 template <class T, int kWorldSize>
 class OneShot {
  public:
@@ -36,7 +36,7 @@ class OneShot {
     }
   }
 
-  // The load that receive() may find to be all it waits for; not used before.
+  // Loads what receive() waits for, in advance, as its first poll.
   __device__ __forceinline__ Pack peek(int row) const {
     static_assert(kWorldSize == 2, "of one peer");
     return live_ ? load_relaxed_sys(slot(row)) : Pack{};

@@ -1,11 +1,11 @@
-// Rows with owners, on the link: partials go to the owner of a row, and what the owner has made of
-// them to everybody.
+// Rows with owners on the link: partials go to the owner of a row, and its result goes to all
+// ranks.
 //
-// Flag in data in both hops, as in two_shot.cuh; see gpu/exchange.cuh for reuse. What crosses the
-// link in the second hop is a row of the dtype of x; or a finished row in its format, packed, and,
-// staged in shared memory so that they go in one piece, its float32 scales, where the format has
-// any beside it. None contains kEmptyWord: rows are canonicalised, no word of a Packed is
-// 0xffffffff, and no scale is negative, not even a NaN.
+// Flag in data in both hops, as in two_shot.cuh; gpu/exchange.cuh explains reuse. The second hop
+// sends a row of the dtype of x, or a finished row in its format: packed elements, then float32
+// scales if the format sends them separately. Scales are staged in shared memory and sent together.
+// None of this contains kEmptyWord: rows are canonicalized, no word of a Packed is 0xffffffff, and
+// no scale is negative, not even a NaN.
 #ifndef ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_
 #define ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_
 
@@ -14,14 +14,14 @@
 
 namespace allnorm {
 
-// Scales of a row on their way. Groups of at least 16 elements: at most one for every two packs.
+// The scales of a row, staged. Groups have at least 16 elements, so there is at most one per two
+// packs.
 struct StagedScales {
   float value[kMaxThreads / 2];
 };
 
-// One thread's part: the same pack of every row it is called for, if the thread is `live` and has
-// one. All lanes of a warp call its functions together.
-// kGathered: no partials are exchanged, so that finished rows have all slots.
+// One thread's part: the same pack of every row, if the thread is `live`. All lanes of a warp call
+// its functions together. kGathered: no partials are exchanged, so finished rows have all slots.
 template <class T, int kWorldSize, class Format, bool kGathered>
 class RowOwners {
  public:
@@ -40,7 +40,7 @@ class RowOwners {
         pack_(pack),
         live_(live) {}
 
-  // First hop: this rank's partial of the `local`th row of `owner` in this launch.
+  // First hop: sends this rank's partial of row `local` of `owner` in this launch.
   __device__ __forceinline__ void send_partial(int owner, int local, const Pack& own) {
     if (!live_ || exchange_.failed()) return;
     const int q = owner - rank_ + (owner < rank_ ? layout_.world_size : 0);
@@ -48,7 +48,7 @@ class RowOwners {
         layout_.slot(number_at<kWorldSize>(q, rank_, layout_.world_size), local, pack_);
     store_relaxed_sys(exchange_.slots(q) + slot, canonicalize(own));
   }
-  // `unrounded`, if it is not null, receives the sum as float32.
+  // If `unrounded` is not null, the float32 sum is stored there.
   __device__ __forceinline__ Pack receive_partials(int local, const Pack& own,
                                                    float* unrounded = nullptr) {
     char* const slot = exchange_.slots(0) + layout_.slot(0, local, pack_);
@@ -59,8 +59,9 @@ class RowOwners {
     return sum;
   }
 
-  // Second hop. After a failure in this operation the peers are told NaN: they need not wait for
-  // their own deadline. After an earlier one nothing: they may be in that one still.
+  // Second hop. After a failure in this operation the peers receive NaN, so that they need not wait
+  // for their deadlines. After an earlier failure they receive nothing, because they may still be
+  // in that operation.
   __device__ __forceinline__ void publish(int local, const Pack& y) {
     if (!live_ || ALLNORM_FAULT(rows_published_after_failure, false, exchange_.failed_before()))
       return;
@@ -75,8 +76,8 @@ class RowOwners {
     return receive_pack(exchange_, slot, live_, [&] { return owner; });
   }
 
-  // The same for rows in their format: `packed` is what it has made of this thread's pack last. All
-  // threads of the block call these, live or not.
+  // The same for rows in their format; `packed` is the last result of `format`. All threads of the
+  // block call these functions, live or not.
   __device__ __forceinline__ void publish(int local, const Packed& packed, const Format& format) {
     float* const staged = shared_storage<StagedScales>().value;
     const bool silent =
@@ -90,8 +91,8 @@ class RowOwners {
     if (sent_scales() == 0) return;
     const Groups mine = groups_of_block();
     if (format.leads_group()) staged[format.group() - mine.begin] = format.scale();
-    // The threads below read what the leaders have just written. They are done with it before any
-    // thread comes here again: the sum over the next row lies in between.
+    // barrier: orders the leaders' writes before the reads below. The reads are complete before a
+    // thread writes here again, because the reduction over the next row comes in between.
     ALLNORM_FAULT(scales_sent_before_staged, , __syncthreads());
     if (silent) return;
     for (int i = mine.begin + threadIdx.x; i < mine.end; i += blockDim.x) {
@@ -153,7 +154,7 @@ class RowOwners {
       return 0;
     }
   }
-  // The groups whose first pack lies in this block.
+  // Returns the groups whose first pack is in this block.
   __device__ __forceinline__ Groups groups_of_block() const {
     const int begin = static_cast<int>(cluster_rank() * blockDim.x);
     const int end = begin + static_cast<int>(blockDim.x);
@@ -164,7 +165,7 @@ class RowOwners {
   __device__ __forceinline__ int groups_before(int pack) const {
     return pack == 0 ? 0 : quant_.group_of(pack - 1) + 1;
   }
-  // Where this rank's finished row goes at the rank `q` after it, and where `owner`'s arrives here.
+  // The place of this rank's finished row on the `q`th rank after it, and of `owner`'s row here.
   __device__ __forceinline__ char* finished_at(int q, int local) const {
     return exchange_.slots(q) +
            layout_.finished(number_at<kWorldSize>(q, rank_, layout_.world_size), local, kGathered);

@@ -1,9 +1,9 @@
-// two_shot: each chunk of a row has an owner, which sums the partials and pushes the sum to
-// everybody.
+// two_shot: each chunk of a row has an owner, which sums the partials and pushes the sum to all
+// peers.
 //
-// Chunk c of row t belongs to rank (t + c) mod world_size: every rank owns an equal share of every
-// row, so that one row is spread over the links as evenly as thousands. Owner and lane pattern are
-// constant in a warp. Flag in data in both hops; nothing waits for more than the packs it needs.
+// Chunk c of row t belongs to rank (t + c) mod world_size. Every rank owns an equal share of every
+// row, so a single row uses all links as evenly as thousands of rows. Owner and lane pattern are
+// constant in a warp. Flag in data in both hops; a warp waits only for the packs that it needs.
 #ifndef ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_
 #define ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_
 
@@ -12,8 +12,8 @@
 
 namespace allnorm {
 
-// One thread's part: the same pack of every row it is called for, if the thread is `live` and has
-// one. All lanes of a warp call its functions together.
+// One thread's part: the same pack of every row, if the thread is `live`. All lanes of a warp call
+// its functions together.
 template <class T, int kWorldSize>
 class TwoShot {
  public:
@@ -36,15 +36,16 @@ class TwoShot {
                       canonicalize(own));
   }
 
-  // Second hop. The owner waits for the partials, and pushes their sum to everybody. `own` returns
-  // this rank's partial. Returns the sum where this rank is the owner.
+  // Second hop: the owner waits for the partials and pushes their sum to all peers. `own` returns
+  // this rank's partial. Returns the sum if this rank is the owner.
   template <class Own>
   __device__ __forceinline__ Pack relay(int row, Own&& own) {
     if (ranks_to_owner(row) != 0) return Pack{};
     const Pack sum = canonicalize(
         receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own(), live_));
-    // After a failure in this operation the peers are told NaN: they need not wait for their own
-    // deadline. After an earlier one nothing: they may be in that one still.
+    // After a failure in this operation the peers receive NaN, so that they need not wait for their
+    // deadlines. After an earlier failure they receive nothing, because they may still be in that
+    // operation.
     if (!live_ || ALLNORM_FAULT(sums_relayed_after_failure, false, exchange_.failed_before()))
       return sum;
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
@@ -57,7 +58,7 @@ class TwoShot {
     return sum;
   }
 
-  // `own` returns what relay() returned for the row.
+  // `own` returns the result of relay() for the row.
   template <class Own>
   __device__ __forceinline__ Pack receive(int row, Own&& own) {
     const int to_owner = ranks_to_owner(row);
@@ -68,7 +69,8 @@ class TwoShot {
   }
 
  private:
-  // 0 if this rank owns this thread's pack of `row`, else how many ranks further the owner is.
+  // Returns how many ranks after this one the owner of this thread's pack of `row` is; 0: this
+  // rank.
   __device__ __forceinline__ int ranks_to_owner(int row) const {
     const auto world_size = static_cast<uint32_t>(layout_.world_size);
     const uint32_t owner = (static_cast<uint32_t>(row) + pack_ / kPacksPerChunk) % world_size;
