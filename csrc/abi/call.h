@@ -1,4 +1,4 @@
-// Predicates of a call and the sizes that follow from it; the same for every backend.
+// Predicates and sizes of a call, for all backends.
 #ifndef ALLNORM_ABI_CALL_H_
 #define ALLNORM_ABI_CALL_H_
 
@@ -17,7 +17,7 @@ inline bool is_quantized(const AllnormCall& call) {
 inline bool is_nvfp4(const AllnormCall& call) {
   return is_norm(call) && call.quant == ALLNORM_QUANT_NVFP4;
 }
-// Scales are bytes in tiles: swizzled_scale() in protocol/numerics.h.
+// Returns whether scales are bytes in tiles: swizzled_scale() in protocol/numerics.h.
 inline bool is_swizzled(const AllnormCall& call) {
   return is_quantized(call) && (call.flags & ALLNORM_SWIZZLED_SCALES) != 0;
 }
@@ -25,46 +25,47 @@ inline RowFormat format_of(const AllnormCall& call) {
   if (!is_quantized(call)) return RowFormat::kPlain;
   return is_nvfp4(call) ? RowFormat::kNvFp4 : RowFormat::kE4m3;
 }
-// Bytes of a row of `quantized`.
 inline int64_t quantized_row_bytes(const AllnormCall& call) {
   return is_nvfp4(call) ? call.hidden_size / 2 : call.hidden_size;
 }
-// Rows belong to ranks: row_shard() in protocol/layout.h.
+// Returns whether each rank holds only its row_shard() (protocol/layout.h) of the rows.
 inline bool is_sharded(const AllnormCall& call) {
   return call.op == ALLNORM_ALL_GATHER_ROWS ||
          (is_norm(call) && (call.flags & ALLNORM_RESIDUAL_SHARDED) != 0);
 }
-// The rows describe calls of which nothing else is exchanged here.
+// Returns whether the rows describe calls that do not use this exchange.
 inline bool is_announcement(const AllnormCall& call) {
   return (call.flags & ALLNORM_ANNOUNCEMENT) != 0;
 }
-// Step 1b of the numerics page: what comes before the exchange between islands, and after it.
+// Return whether a call is the part before, or after, an exchange between islands (numerics step
+// 1b).
 inline bool makes_sums(const AllnormCall& call) { return call.op == ALLNORM_SUM_ROWS; }
 inline bool takes_sums(const AllnormCall& call) { return (call.flags & ALLNORM_ISLAND_SUMS) != 0; }
 inline bool is_hierarchical(const AllnormCall& call) {
   return makes_sums(call) || takes_sums(call);
 }
-// Every row has an owner, the rank that sums it; kernels take rows in the order of dealt_row().
+// Returns whether every row has an owner, the rank that sums it. Kernels then process rows in the
+// order of dealt_row().
 inline bool uses_owners(const AllnormCall& call) {
   return is_sharded(call) || is_hierarchical(call);
 }
-// Step 1c of the numerics page: the reduced sum is not what the residual is added to.
+// Returns whether there is a post norm or a scale (numerics step 1c).
 inline bool changes_sum(const AllnormCall& call) {
   return is_norm(call) && (call.post_weight != nullptr || (call.flags & ALLNORM_SCALED) != 0);
 }
-// Step 0 of the numerics page: x holds rows of experts.
+// Returns whether x contains rows of experts (numerics step 0).
 inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
-// The sum with the residual is the last result.
+// Returns whether there is no norm after the residual add.
 inline bool ends_with_sum(const AllnormCall& call) {
   return is_norm(call) && (call.flags & ALLNORM_NO_NORM) != 0;
 }
-// Scales of a quantized row; 0 if they are not a result.
+// Returns the scales per quantized row; 0 if scales are not a result.
 inline int64_t scales_per_row(const AllnormCall& call) {
   if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;
   if (is_nvfp4(call)) return call.hidden_size / kNvFp4GroupElems;
   return call.quant == ALLNORM_QUANT_PER_TOKEN ? 1 : call.hidden_size / call.group_size;
 }
-// Tiles of scales side by side.
+// Returns the tiles of scales per row of tiles.
 inline int64_t scale_tiles(const AllnormCall& call) {
   return (scales_per_row(call) + kTileGroups - 1) / kTileGroups;
 }

@@ -74,7 +74,7 @@ int32_t check_eps(const char* name, float eps) {
               static_cast<double>(eps));
 }
 
-// Step 1c of the numerics page, and whether a norm follows.
+// Checks step 1c, and whether there is a final norm.
 int32_t check_change(const AllnormCall& call) {
   if ((call.flags & ALLNORM_SCALED) != 0 && !std::isfinite(call.sum_scale)) {
     return fail(ALLNORM_INVALID_ARGUMENT, "sum_scale is %g; expected a finite number",
@@ -107,7 +107,7 @@ int32_t check_norm(const AllnormCall& call) {
   return status == ALLNORM_OK ? check_quant(call) : status;
 }
 
-// Everything but the memory.
+// Checks everything but sizes and memory.
 int32_t check_call(const AllnormCall* call) {
   if (call == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "call is NULL");
   if (const int32_t status = check_struct("AllnormCall", call->struct_bytes, sizeof(AllnormCall))) {
@@ -128,7 +128,7 @@ int32_t check_call(const AllnormCall* call) {
   if (call->num_blocks < 0) {
     return invalid("num_blocks", call->num_blocks, "0 (the library chooses) or more");
   }
-  // The slowest link still lets the time of a row be counted in 32 bits.
+  // At the slowest rate, the time of a row in picoseconds still fits into 32 bits.
   if (call->link_gbps != 0 && !(call->link_gbps >= 1 && call->link_gbps <= 1e6)) {
     return fail(ALLNORM_INVALID_ARGUMENT, "link_gbps is %g; expected 0 (not known) or 1 to 1e6",
                 call->link_gbps);
@@ -150,7 +150,7 @@ int32_t check_num_tokens(const AllnormCall& call) {
   return invalid("num_tokens", call.num_tokens, "0 to 2^31 - 1");
 }
 
-// Step 0 of the numerics page, of a call whose number of tokens is right.
+// Checks step 0; num_tokens must have been checked.
 int32_t check_experts(const AllnormCall& call) {
   if (!sums_experts(call)) return ALLNORM_OK;
   if (call.op == ALLNORM_ALL_GATHER_ROWS)
@@ -161,7 +161,7 @@ int32_t check_experts(const AllnormCall& call) {
                 static_cast<long long>(call.num_rows),
                 static_cast<long long>(call.num_tokens * call.top_k));
   }
-  // Kernels multiply no larger number with a stride.
+  // The greatest number of a row that kernels multiply by a stride.
   if (call.num_rows >= 0 && call.num_rows <= INT32_MAX) return ALLNORM_OK;
   return invalid("num_rows", call.num_rows, "0 to 2^31 - 1");
 }
@@ -179,7 +179,7 @@ int32_t check_sources(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
-// Step 1b of the numerics page.
+// Checks step 1b.
 int32_t check_hierarchical(const AllnormCall& call) {
   if (!is_hierarchical(call)) return ALLNORM_OK;
   if (call.algorithm != ALLNORM_TWO_SHOT) {

@@ -1,5 +1,5 @@
-// What the C ABI accepts; the same for every backend. Each returns ALLNORM_OK, or
-// ALLNORM_INVALID_ARGUMENT with a text that says what was given and what was expected.
+// Checks of the C ABI, for all backends. They return ALLNORM_OK, or ALLNORM_INVALID_ARGUMENT with a
+// text that says what was given and what was expected.
 #ifndef ALLNORM_ABI_CHECK_H_
 #define ALLNORM_ABI_CHECK_H_
 
@@ -12,22 +12,23 @@ namespace allnorm {
 
 int64_t element_bytes(int dtype);
 
-// Everything in a call except its number of rows and its memory.
+// Checks everything in a call except its number of rows and its memory.
 int32_t check_kind(const AllnormCall* call);
-// `config` of the communicator; NULL if there is none.
+// `config`: of the communicator, or NULL.
 int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call);
 int32_t check_local(const AllnormCall* call);
-// Checks where the tensors of a call lie; `num_sources` matrices of x. `held`: the rows that this
-// rank holds itself, of x in all_gather_rows, of residual and residual_out where sharded. `owned`:
-// the rows that it sums for its peers, which are those of sums of islands.
+// Checks the memory of a call's tensors. `num_sources`: matrices of x. `held`: the rows that only
+// this rank holds (x of all_gather_rows; a sharded residual). `owned`: the rows that this rank sums
+// for its peers, which are also the rows of island sums.
 int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& held,
                      const RowRange& owned);
-// Checks whether every row begins where a kernel may load and store whole packs, which the CUDA
-// kernels of allnorm_run() need. The rows are those of check_memory().
+// Checks whether every row is aligned for loads and stores of whole packs, as the CUDA kernels of
+// allnorm_run() require. `held` and `owned` as for check_memory().
 int32_t check_alignment(const AllnormCall& call, const RowRange& held, const RowRange& owned);
-// The rows of a checked call that a rank holds itself.
+// Returns the rows of a checked call that only this rank holds.
 RowRange held_rows(const AllnormCommConfig& config, const AllnormCall& call);
-// The rows of a checked call that a rank sums for its peers; all rows unless rows have owners.
+// Returns the rows of a checked call that this rank sums for its peers; all rows if rows have no
+// owners.
 RowRange owned_rows(const AllnormCommConfig& config, const AllnormCall& call);
 int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_bytes);
 

@@ -1,5 +1,5 @@
-// Where the tensors of a call lie: present, aligned, with rows and scales that do not share memory,
-// and results apart from everything else.
+// Checks the memory of a call's tensors: present and aligned, rows and scales that do not overlap,
+// and results separate from everything else.
 #include <algorithm>
 #include <cstdint>
 
@@ -18,16 +18,16 @@ int32_t missing(const char* what) {
   return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL; expected a pointer", what);
 }
 
-// The bytes from the first to the last that a call reads or writes of one tensor.
+// The bytes of one tensor, from the first to the last that a call accesses.
 struct Range {
   const char* name;
   uintptr_t begin;
   uintptr_t end;
-  int64_t stride;  // elements between rows; 0 if there is only one
+  int64_t stride;  // elements between rows; 0 for a single row
 };
 
-// From `skipped` elements on `columns`, and again `stride` further on, `repeats` times; all of that
-// again `far_stride` further on, `far_repeats` times.
+// The elements of a tensor: after `skipped` elements, `columns` elements. These repeat `repeats`
+// times at distances of `stride`, and all of that `far_repeats` times at distances of `far_stride`.
 struct Extent {
   int64_t columns;
   int64_t repeats = 0;
@@ -37,7 +37,7 @@ struct Extent {
   int64_t skipped = 0;
 };
 
-// Elements from `data` to the end; false if that overflows.
+// Computes the elements from the address of a tensor to its end. Returns false on overflow.
 bool elements_of(const Extent& extent, int64_t* elements) {
   int64_t near = 0, far = 0;
   return !__builtin_mul_overflow(extent.repeats, extent.stride, &near) &&
@@ -47,12 +47,12 @@ bool elements_of(const Extent& extent, int64_t* elements) {
          !__builtin_add_overflow(*elements, extent.skipped, elements);
 }
 
-// The tensors of a call, one added after the other up to the first that is wrong.
+// The tensors of a call, added one by one until one is invalid.
 class Tensors {
  public:
   int32_t status() const { return status_; }
 
-  // A tensor, unless it is absent.
+  // Adds a tensor unless it is absent.
   void add(const char* name, const void* data, int64_t element_bytes, const Extent& extent) {
     if (data == nullptr || status_ != ALLNORM_OK) return;
     const auto address = reinterpret_cast<uintptr_t>(data);
@@ -77,8 +77,8 @@ class Tensors {
     }
   }
 
-  // A result: it shares no memory with the tensors added before, except with the one called
-  // `allowed`, of which each row may be the row of the result.
+  // Adds a result. It must not share memory with earlier tensors, except with the one called
+  // `allowed`: each row of that may be the same row of the result.
   void add_result(const char* name, const void* data, int64_t element_bytes, const Extent& extent,
                   const char* allowed = nullptr) {
     const int before = count_;
@@ -103,16 +103,16 @@ class Tensors {
   int32_t status_ = ALLNORM_OK;
 };
 
-// The tensors that a result may be, row for row, by the names under which they were added.
+// Tensors that a result may overwrite row by row.
 constexpr const char* kX = "x";
 constexpr const char* kResidual = "residual";
 
-// Rows of x, on a rank that has all of them.
+// Rows of x on a rank that has all of them.
 int64_t rows_of_x(const AllnormCall& call) {
   return sums_experts(call) ? call.num_rows : call.num_tokens;
 }
 
-// Rows of x on a rank that holds some of its rows and owns some.
+// Rows of x on a rank that holds or owns some of them.
 int64_t rows_of_x(const AllnormCall& call, int64_t num_held, int64_t num_owned) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return num_held;
   return takes_sums(call) ? num_owned : rows_of_x(call);
@@ -137,7 +137,7 @@ int32_t check_present(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
-// Rows lie no further apart than this, so that no address computed from a stride overflows.
+// Bound of strides, so that no address computed from a stride overflows.
 constexpr int64_t kFarthest = int64_t{1} << 48;
 
 int32_t check_stride_bounds(const AllnormCall& call) {
@@ -217,7 +217,7 @@ int32_t check_scale_strides(const AllnormCall& call) {
     return invalid("scale_group_stride", group_stride, "at least 1");
   }
   if (rows == 1 || words <= 1) return ALLNORM_OK;
-  // Rows one after the other, or columns.
+  // Accepts scales stored row by row or column by column.
   if ((row_stride - 1) / group_stride >= words - 1 || (group_stride - 1) / row_stride >= rows - 1) {
     return ALLNORM_OK;
   }
@@ -228,7 +228,7 @@ int32_t check_scale_strides(const AllnormCall& call) {
               static_cast<long long>(rows), static_cast<long long>(words));
 }
 
-// Whether the rows that all_gather_rows takes lie where it puts them.
+// Returns whether the input of all_gather_rows is already in its place in the output.
 bool gathers_in_place(const AllnormCall& call, const RowRange& held) {
   if (call.op != ALLNORM_ALL_GATHER_ROWS) return false;
   int64_t bytes = 0;
@@ -257,7 +257,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
 
   const int64_t columns = call.hidden_size, width = element_bytes(call.dtype);
   const int64_t num_held = held.end - held.begin;
-  // Sums of islands are float32, of the rows that this rank works on.
+  // Sums of islands are float32, for the rows that this rank owns.
   const int64_t x_width = takes_sums(call) ? 4 : width, out_width = makes_sums(call) ? 4 : width;
   const int64_t num_owned = owned.end - owned.begin;
   const int64_t out_rows = makes_sums(call) ? num_owned : call.num_tokens;
@@ -275,12 +275,12 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
                   .far_stride = call.scale_group_stride};
   int64_t scale_bytes = is_nvfp4(call) ? 1 : 4;
   if (is_swizzled(call)) {
-    // By words of the four scales of a row in a tile.
+    // In words: the four scales of a row in a tile.
     const int64_t end = call.first_scale_row + call.num_tokens + call.scale_padding_rows;
     scale = {.columns = (end + kTileRows - 1) / kTileRows * scale_tiles(call) * kTileRows};
     scale_bytes = kTileGroups;
   }
-  // A shard of no rows has an address that means nothing.
+  // An empty shard may have any address.
   Tensors all;
   if (x_rows > 0 && !gathers_in_place(call, held)) {
     all.add(kX, call.x, x_width, rows(x_rows, call.x_stride));
@@ -329,7 +329,7 @@ int32_t check_alignment(const AllnormCall& call, const RowRange& held, const Row
     const void* data;
     int64_t rows;
     int64_t stride_bytes;
-    int64_t row_align;  // a quantized element is narrower than the one that it was made of
+    int64_t row_align;  // quantized rows are narrower
   } tensors[] = {
       {"x", call.x, x_rows, call.x_stride * (takes_sums(call) ? 4 : width), kPackBytes},
       {"shared", sums_experts(call) ? call.shared : nullptr, call.num_tokens,

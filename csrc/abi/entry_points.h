@@ -1,5 +1,5 @@
-// The entry points of the C ABI that are the same for every backend. Included by exactly one file
-// of each library, after its Communicator, rows_per_chunk() and run_local(), and its AllnormComm.
+// The entry points of the C ABI that all backends share. Include it in exactly one file of each
+// library, after the backend's communicator class, rows_per_chunk(), run_local() and AllnormComm.
 #ifndef ALLNORM_ABI_ENTRY_POINTS_H_
 #define ALLNORM_ABI_ENTRY_POINTS_H_
 
@@ -32,7 +32,7 @@ int32_t allnorm_comm_close(AllnormComm* comm) {
 }
 
 int32_t allnorm_comm_destroy(AllnormComm* comm) {
-  // A fork must not release what its parent uses; its copy of the rest ends with the process.
+  // A forked child must not release its parent's resources; the rest ends with the process.
   if (comm == nullptr || comm->gate.check_process() != ALLNORM_OK) return ALLNORM_OK;
   if (const int32_t status = allnorm_comm_close(comm)) return status;
   delete comm;

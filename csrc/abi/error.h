@@ -1,4 +1,4 @@
-// The words behind a status code, one text per thread.
+// Error texts, one per thread.
 #ifndef ALLNORM_ABI_ERROR_H_
 #define ALLNORM_ABI_ERROR_H_
 
@@ -11,7 +11,7 @@ namespace allnorm {
 // Stores the text that allnorm_last_error() returns on this thread; returns `status`.
 __attribute__((format(printf, 2, 3))) int32_t fail(AllnormStatus status, const char* format, ...);
 
-// "`what` is `given`; expected `expected`".
+// Fails with "`what` is `given`; expected `expected`".
 int32_t invalid(const char* what, long long given, const char* expected);
 
 const char* last_error();

@@ -7,8 +7,8 @@
 namespace allnorm {
 namespace {
 
-// How often this process has come out of fork() as the child. Not its id: asking for that is a
-// system call, and ids are given out again.
+// Number of fork() calls of which this process is the child. Not the process id: querying it is a
+// system call, and ids are reused.
 std::atomic<uint32_t> g_forks{0};
 const int g_registered =
     pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1, std::memory_order_relaxed); });
@@ -30,7 +30,7 @@ int32_t Gate::check_process() const {
 
 int32_t Gate::enter() {
   if (const int32_t status = check_process()) return status;
-  // acquire: a late caller does not touch what close() has freed; pairs with shut().
+  // acquire: pairs with shut(), so that a late caller does not touch memory that close() has freed.
   if ((state_.fetch_add(1, std::memory_order_acquire) & kShut) == 0) [[likely]] {
     return ALLNORM_OK;
   }
@@ -39,7 +39,7 @@ int32_t Gate::enter() {
 }
 
 void Gate::leave() {
-  // release: everything the call did precedes what close() does next; pairs with the acquire in
+  // release: orders the call before the rest of close(); pairs with the acquire in
   // wait_until_empty().
   if (state_.fetch_sub(1, std::memory_order_release) == (kShut | 1)) state_.notify_all();
 }

@@ -1,8 +1,8 @@
-// Who may enter a communicator: nobody once it is closed, and nobody in a child of fork().
+// Admits calls to a communicator; rejects them after close() and in forked children.
 //
-// close() may be called by any thread while others are in calls: it lets no more in, the backend
-// ends the waits of those that are in, and close() returns when the last of them has left. A child
-// of fork() has the memory of its parent, and what it wrote there would reach the parent's peers.
+// Any thread may call close() while other threads are in calls. It admits no further calls, the
+// backend ends the waits of current calls, and close() returns when the last of them has left. A
+// forked child shares its parent's workspaces, so its writes would reach the parent's peers.
 #ifndef ALLNORM_ABI_GATE_H_
 #define ALLNORM_ABI_GATE_H_
 
@@ -16,24 +16,24 @@ class Gate {
  public:
   Gate();
 
-  // ALLNORM_OK: the caller is in, and leaves when it is done. Else ALLNORM_CLOSED, in words.
+  // Returns ALLNORM_OK (then call leave()) or ALLNORM_CLOSED, with the error text set.
   int32_t enter();
   void leave();
 
-  // Lets nobody in any more. Called by whoever closes.
+  // shut() rejects all later calls. The closing thread calls it under the lock closing().
   std::mutex& closing() { return closing_; }
   void shut();
-  // Returns when everybody who was in has left. Never, if that is the calling thread.
+  // Waits until the last call has left. Never returns if the calling thread is in a call.
   void wait_until_empty();
 
-  // Whether this process is a fork of the one that made this gate; then it fails in words.
+  // Returns ALLNORM_CLOSED, with the error text set, in a forked child of the gate's process.
   int32_t check_process() const;
 
  private:
   static constexpr uint32_t kShut = 1u << 31;
 
   const uint32_t process_;
-  std::atomic<uint32_t> state_{0};  // kShut, and how many are in
+  std::atomic<uint32_t> state_{0};  // kShut, and the number of calls inside
   std::mutex closing_;
 };
 

@@ -16,7 +16,7 @@ inline uint64_t hash_of(float high, float low) {
       static_cast<uint64_t>(std::bit_cast<uint32_t>(high)) << 32 | std::bit_cast<uint32_t>(low);
   return (pair ^ pair >> 29) * 0x9e3779b97f4a7c15u;
 }
-// Of all that step 1c depends on.
+// Hashes all arguments of step 1c.
 inline uint64_t hash_of_change(const AllnormCall& call) {
   const bool normed = call.post_weight != nullptr;
   const float kind = !normed ? 0.0f : call.post_weight_dtype == ALLNORM_FLOAT32 ? 2.0f : 1.0f;
@@ -25,14 +25,14 @@ inline uint64_t hash_of_change(const AllnormCall& call) {
   return ((norm ^ norm >> 32) * 0xff51afd7ed558ccdu) ^ (rest >> 31) * 0xc4ceb9fe1a85ec53u;
 }
 
-// What changes results, but no byte of what is sent: the dtype of the weight, the format of scales,
-// and a hash of eps, weight_bias, step 1c and whether scales are in tiles. Two calls may share one,
-// one time in 2^21; calls that differ in the tiles alone never do.
+// Arguments that change results but not messages: the dtype of the weight, the format of scales,
+// and a hash of eps, weight_bias, step 1c and whether scales are in tiles. Different calls collide
+// with probability 2^-21; calls that differ only in tiles never collide.
 inline uint32_t call_details(const AllnormCall& call) {
-  if (makes_sums(call)) return 1;  // which ALL_REDUCE of sums is not
+  if (makes_sums(call)) return 1;  // an ALL_REDUCE after island sums has 0
   if (!is_norm(call)) return 0;
   uint64_t hash = hash_of(call.weight_bias, call.eps);
-  // The algorithm of a tag says no more than that it is hierarchical.
+  // The algorithm of a hierarchical call's tag does not distinguish a sharded residual.
   if (takes_sums(call) && is_sharded(call)) hash ^= 0x9e3779b97f4a7c15u;
   if (changes_sum(call)) hash ^= hash_of_change(call);
   if (is_swizzled(call)) hash ^= 0xd6e8feb86659fd93u;

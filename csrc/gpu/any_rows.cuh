@@ -180,7 +180,7 @@ __device__ __forceinline__ float block_butterfly(float* values, int count) {
   return total;
 }
 
-// Blocks per SM, if the default would be fewer; 0: the compiler's choice.
+// Minimum of blocks per SM, for kernels whose registers would allow fewer; 0: none.
 template <class T, bool kAligned, template <class> class Format>
 constexpr int kLocalBlocks = kAligned && (kElemsPerPack<T> == 8 || Format<T>::kQuantizes) ? 2 : 0;
 

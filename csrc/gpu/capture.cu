@@ -8,8 +8,8 @@
 namespace allnorm {
 namespace {
 
-// The node of the last launch of ours on each stream, with the capture that it belongs to: a later
-// capture may have another node at the same address.
+// The node of this library's last launch on each stream, with its capture: a later capture may have
+// a different node at the same address.
 struct OwnNode {
   unsigned long long capture;
   cudaGraphNode_t node;
@@ -37,7 +37,7 @@ bool is_dependent(const cudaGraphEdgeData& edge) {
   return edge.type == cudaGraphDependencyTypeProgrammatic;
 }
 
-// Whether a node is a kernel, and the edges to it.
+// Queries whether a node is a kernel, and the edges to it.
 cudaError_t ask_node(cudaGraphNode_t node, bool* is_kernel, std::vector<cudaGraphEdgeData>* edges) {
   cudaGraphNodeType type;
   cudaError_t error = cudaGraphNodeGetType(node, &type);
@@ -61,8 +61,8 @@ Function* driver_function(const char* name, unsigned version) {
   return reinterpret_cast<Function*>(function);
 }
 
-// Whether all blocks of a kernel get room before any of the stream's next one: both run on the
-// current device and at one priority.
+// Returns whether all blocks of a kernel are scheduled before those of the stream's next kernel:
+// both run on the current device at the same priority.
 bool goes_first(cudaGraphNode_t node, cudaStream_t stream) {
   static auto* const get_params = driver_function<CUresult(CUgraphNode, CUDA_KERNEL_NODE_PARAMS*)>(
       "cuGraphKernelNodeGetParams", 12000);
@@ -88,7 +88,7 @@ cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaGraph_t graph;
 #if CUDART_VERSION >= 13000
-  const cudaGraphEdgeData* edges;  // asked for: without, edges that are not plain are an error
+  const cudaGraphEdgeData* edges;  // required: without it, other than plain edges are an error
   const cudaError_t error = cudaStreamGetCaptureInfo(
       stream, &status, &captured->id, &graph, &captured->nodes, &edges, &captured->num_nodes);
 #else
@@ -110,7 +110,7 @@ Start choose_start(cudaStream_t stream, const Captured& captured) {
     if (!is_kernel || std::any_of(edges.begin(), edges.end(), is_dependent)) return Start::kLetIn;
     const bool safe =
         std::all_of(edges.begin(), edges.end(), is_plain) && goes_first(captured.nodes[0], stream);
-    cudaGetLastError();  // a question that failed is not the launch's error
+    cudaGetLastError();  // a failed query is not an error of the launch
     return safe ? Start::kBegun : Start::kEnded;
   }
   cudaGetLastError();

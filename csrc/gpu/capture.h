@@ -1,5 +1,5 @@
-// What a stream that is being captured tells: what comes before its next node, and when a launch
-// behind that begins.
+// Queries a stream that is being captured: the predecessors of its next node, and when a launch
+// after them may begin.
 #ifndef ALLNORM_GPU_CAPTURE_H_
 #define ALLNORM_GPU_CAPTURE_H_
 
@@ -9,41 +9,42 @@
 
 namespace allnorm {
 
-// The nodes that the next one of a captured stream will depend on; of a stream that is not captured
-// none. They are CUDA's memory until the stream is asked again.
+// The nodes that the next node of a captured stream will depend on; none if the stream is not being
+// captured. CUDA owns the array, which is valid until the next query of the stream.
 struct Captured {
   bool active = false;
-  unsigned long long id = 0;  // of the capture; no other one of the process has it
+  unsigned long long id = 0;  // of the capture; unique in the process
   const cudaGraphNode_t* nodes = nullptr;
   size_t num_nodes = 0;
 };
 cudaError_t get_captured(cudaStream_t stream, Captured* captured);
 
-// When a kernel may begin. Whenever that is, it waits (wait_for_preceding_grid()) until the kernel
-// before it has ended.
+// When a kernel may begin. It always waits (wait_for_preceding_grid()) until the preceding kernel
+// has ended.
 enum class Start {
-  kEnded,  // when the kernel before it has ended: a plain launch
-  kLetIn,  // when that lets dependents in: programmatic dependent launch
-  kBegun,  // when all blocks of that have begun
+  kEnded,  // when the preceding kernel has ended: a plain launch
+  kLetIn,  // when that kernel triggers it: programmatic dependent launch
+  kBegun,  // when all blocks of that kernel have begun
 };
 
-// When the next launch on the stream had best begin. Kernels do not tell whether they let
-// dependents in before they end; ours do (note_own_launch()), and so, as a rule, does one that was
-// launched as a dependent itself: behind these kLetIn. A kernel of another kind lets no dependent
-// in, but a graph can have the launch begin while that kernel runs: kBegun. kLetIn where there is
-// not one kernel before, in an eager call, and where CUDA cannot be asked.
-// Figures: docs/engineering-log/2026-11-26-early-start.md
+// Returns when the next launch on the stream should begin. CUDA does not report whether a kernel
+// triggers its dependents before it ends. Our kernels do (note_own_launch()), and kernels that were
+// launched as dependents usually do too: kLetIn after these. Other kernels never trigger
+// dependents, but in a graph the launch can begin while they run: kBegun. kLetIn also in an eager
+// call, unless exactly one kernel precedes, and if CUDA cannot be queried. Figures:
+// docs/engineering-log/2026-11-26-early-start.md
 //
-// What kBegun rests on: a kernel that is no dependent began when all before it had ended, so to
-// wait for it is to wait for all. Its blocks have their room before ours ask for any; that is so
-// on one device and at one priority, and otherwise it is kEnded.
+// kBegun is safe for these reasons. A kernel that is not a dependent began when all kernels before
+// it had ended, so waiting for it means waiting for all of them. Its blocks are scheduled before
+// ours ask for resources. That holds on one device and at one priority; otherwise the result is
+// kEnded.
 Start choose_start(cudaStream_t stream, const Captured& captured);
 
-// Makes the next launch of a stream begin at `start`, kBegun or kEnded, after the one node before
-// it. Says whether that has been done; if not, a launch begins at kEnded.
+// Makes the next launch of a stream begin at `start` (kBegun or kEnded) after its only predecessor.
+// Returns whether that succeeded; if not, the launch begins at kEnded.
 bool set_start(cudaStream_t stream, Start start);
 
-// Notes what was captured on the stream when a launch of ours had been.
+// Records that the last node captured on the stream is a launch of this library.
 void note_own_launch(cudaStream_t stream, const Captured& captured);
 
 }  // namespace allnorm

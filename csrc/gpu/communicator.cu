@@ -25,10 +25,10 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 
 bool GpuCommunicator::close() {
   if (fault_ == nullptr) return true;
-  // Before the wait, which would break a capture that is under way.
+  // Before the wait, which would invalidate a capture in progress.
   if (order_.in_graphs()) return false;
   const DeviceGuard guard(config_.device);
-  // Kernels that still run use the workspace and the fault record.
+  // Running kernels use the workspace and the failure record.
   cudaDeviceSynchronize();
   cudaFreeHost(fault_);
   fault_ = nullptr;
@@ -37,10 +37,10 @@ bool GpuCommunicator::close() {
 }
 
 void GpuCommunicator::peers_died(uint64_t peers, bool all) {
-  // A store to memory that kernels read now and then, and no call of the runtime: that may block
-  // behind another thread until the very kernel that should end has ended.
+  // Only stores to memory that kernels poll. A call of the runtime may block behind another thread
+  // until the very kernel that should end has ended.
   const uint32_t bits = static_cast<uint32_t>(peers) | (all ? ALLNORM_NO_PEER_COMES : 0u);
-  // Later ranks may have ended because of the first one, so the first is named.
+  // Later ranks may have ended because of the first, so the first is reported.
   const uint32_t known = __atomic_load_n(&fault_->died, __ATOMIC_RELAXED);
   if ((known & ALLNORM_NO_PEER_COMES) == 0) {
     __atomic_fetch_or(&fault_->died, bits, __ATOMIC_RELAXED);
@@ -92,7 +92,7 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
         static_cast<long long>(config_.workspace_bytes));
   }
   int32_t status = ALLNORM_OK;
-  if (call.num_tokens > 0) {  // without rows nothing is read or written
+  if (call.num_tokens > 0) {  // without rows no memory is accessed
     status = check_width(device_, call);
     if (status == ALLNORM_OK)
       status = check_alignment(call, held_rows(config_, call), owned_rows(config_, call));
@@ -105,7 +105,7 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
   if (status == ALLNORM_OK) status = order_.begin(stream, &start);
   if (status != ALLNORM_OK) return break_off(call, false);
   if (call.num_tokens == 0) {
-    // Nothing to exchange, but a peer may make a call with rows: both must learn of it.
+    // Nothing to exchange, but a peer may make a call with rows, and both must learn of it.
     status = launch_without_rows(device_, call, config_.world_size,
                                  rowless_params(config_, call_tag(call, 0), fault_on_device_));
   } else {
@@ -116,8 +116,8 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
 }
 
 int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, Start start) {
-  // Chunks of equal height: a short last one would cost a launch and fill no link. Where rows have
-  // owners, each chunk but the last has as many of every one of them.
+  // Chunks of equal height: a short last chunk would cost a launch and not fill the links. If rows
+  // have owners, every chunk but the last has equally many rows of each owner.
   const bool owned = has_row_owners(call);
   const int64_t unit = owned ? config_.world_size : 1;
   const int64_t chunks = (call.num_tokens + rows - 1) / rows;
@@ -131,7 +131,7 @@ int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, St
                                   start)
               : launch_fused(device_, call, config_.world_size,
                              fused_params(config_, call, first, count, fault_on_device_), start);
-    start = Start::kLetIn;  // by this one, which the next comes behind
+    start = Start::kLetIn;  // the next chunk follows a kernel that triggers it
   }
   return status;
 }
@@ -139,9 +139,9 @@ int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, St
 int32_t GpuCommunicator::break_off(const AllnormCall& call, bool in_order) {
   failure_ = last_error();
   has_failed_.store(true, std::memory_order_release);
-  // Tells the peers, if that much can be launched: otherwise they wait until their deadline. A call
-  // without a place in the order of operations must not become one of them; then, and if every
-  // launch fails, graphs launched from now on are at least told to wait for nobody.
+  // Tells the peers, if that launch succeeds; otherwise they wait until their deadline. A call
+  // without an operation number must not consume one. In that case, or if every launch fails, later
+  // graph launches are at least told not to wait.
   if (!in_order ||
       launch_without_rows(device_, call, config_.world_size,
                           missing_call_params(config_, fault_on_device_)) != ALLNORM_OK) {
@@ -162,7 +162,7 @@ int32_t GpuCommunicator::report_failure() const {
 
 int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
-  // The tensors say which device: the caller need not have made it current.
+  // The device follows from the tensors: the caller need not have made it current.
   const void* result = is_quantized(call)    ? call.quantized
                        : ends_with_sum(call) ? call.residual_out
                                              : call.out;
@@ -182,12 +182,12 @@ int32_t run_local(const AllnormCall& call) {
 
 int32_t GpuCommunicator::stats(AllnormStats* stats) const {
   const DeviceGuard guard(config_.device);
-  // This thread may be capturing another stream, which this copy is no part of.
+  // This thread may be capturing a different stream, which must not record this copy.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
   uint64_t launches[4] = {};
   const char* own = static_cast<const char*>(config_.workspaces[config_.rank]);
-  cudaStream_t stream = nullptr;  // which waits for no other
+  cudaStream_t stream = nullptr;  // waits for no other stream
   cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) {
     error = cudaMemcpyAsync(launches, own + PushControl::kLaunches, sizeof(launches),
@@ -201,7 +201,7 @@ int32_t GpuCommunicator::stats(AllnormStats* stats) const {
 }
 
 int32_t GpuCommunicator::recorded_status() const {
-  // Pairs with the fence before the store of the status in record_fault().
+  // acquire: pairs with the fence before the store of the status in record_fault().
   return __atomic_load_n(&fault_->status, __ATOMIC_ACQUIRE);
 }
 

@@ -1,4 +1,4 @@
-// How a fused launch is spread over the GPU. Bits never depend on it.
+// The grid geometry of a fused launch. Results do not depend on it.
 #ifndef ALLNORM_GPU_GEOMETRY_H_
 #define ALLNORM_GPU_GEOMETRY_H_
 
@@ -9,7 +9,7 @@
 
 namespace allnorm {
 
-// The most rows of a launch: kernels count them in 32 bits, and look a few rows ahead.
+// Maximum of rows per launch: kernels count them in 32 bits and look a few rows ahead.
 constexpr int64_t kMaxRows = 1 << 30;
 
 struct Geometry {
@@ -18,28 +18,27 @@ struct Geometry {
   int num_threads;
 };
 
-// Threads of a block when a row of `packs` packs is spread over `cluster_size` blocks: whole warps,
+// Returns the threads per block for a row of `packs` packs over `cluster_size` blocks: whole warps,
 // and at least the two of Exchange::serve().
 inline int threads_of(int64_t packs, int cluster_size) {
   const int64_t per_block = (packs + cluster_size - 1) / cluster_size;
   return std::max(64, static_cast<int>((per_block + 31) / 32 * 32));
 }
 
-// Widest spread of a row when there are few: blocks of a row, and blocks of all rows together.
-// Beyond about one block per SM spreading costs.
-// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
+// Limits for spreading few rows: blocks per row, and blocks in all. Beyond about one block per SM
+// spreading costs time. Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 constexpr int kSpreadBlocks = 4;
 constexpr int kSpreadGrid = 128;
 
-// The fewest blocks that hold a row.
+// Returns the minimum of blocks per row.
 inline int least_blocks(int64_t packs) {
   int size = 1;
   while (size < kMaxClusterSize && threads_of(packs, size) > kMaxThreads) size *= 2;
   return size;
 }
 
-// Blocks per row: as few as the width demands, and more for few rows. A block of a spread row has
-// at least two warps.
+// Returns the blocks per row: as few as the width requires, and more for few rows. A block of a
+// spread row has at least two warps.
 inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_blocks) {
   const int64_t blocks = std::min<int64_t>(kSpreadGrid, most_blocks);
   const int needed = least_blocks(packs);
@@ -51,11 +50,11 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_block
   return size;
 }
 
-// The same for many rows whose sum is changed, or of experts: over more blocks where the GPU then
-// holds more rows at once (`rows_at_once(blocks of a row)`), since those of few warps fill its
-// registers better. Rows that a block holds stay there, and fewer than four turns of rows stay as
-// they are: neither gained.
-// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
+// Returns a larger cluster size for many rows with a post step or experts, if the GPU then holds
+// more rows at once (`rows_at_once(blocks per row)`): blocks of few warps fill its registers
+// better. Rows that fit into one block keep it, and fewer than four waves of rows keep their size,
+// because neither gained. Figures:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 template <class RowsAtOnce>
 int widen_clusters(int cluster_size, int64_t num_tokens, RowsAtOnce&& rows_at_once) {
   if (cluster_size == 1) return 1;
@@ -72,17 +71,16 @@ int widen_clusters(int cluster_size, int64_t num_tokens, RowsAtOnce&& rows_at_on
   return widest;
 }
 
-// The same of the local kernel: a row that a block holds stays there.
-// Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
+// Returns the blocks per row of the local kernel. A row that fits into one block keeps it. Figures:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 inline int choose_local_cluster_size(int64_t packs, int64_t num_tokens) {
   const int needed = least_blocks(packs);
   const bool spread = needed > 1 && needed < kMaxClusterSize;
   return spread && num_tokens <= kSpreadGrid / (2 * needed) ? 2 * needed : needed;
 }
 
-// How `num_tokens` rows, of `cluster_size` blocks each, are spread over at most `most_blocks`.
-// Grid::kFew was measured with 64 blocks, where it is the fastest, and with 132, where it is not
-// (docs/engineering-log).
+// Returns how `num_tokens` rows of `cluster_size` blocks are spread over at most `most_blocks`.
+// Grid::kFew is the fastest with 64 blocks, but not with 132 (docs/engineering-log).
 inline Grid choose_grid(int64_t num_tokens, int cluster_size, int most_blocks, int num_sms) {
   if (most_blocks > num_sms) {
     return num_tokens * cluster_size > num_sms ? Grid::kDense : Grid::kSparse;
@@ -91,9 +89,9 @@ inline Grid choose_grid(int64_t num_tokens, int cluster_size, int most_blocks, i
   return one_each || 4 * most_blocks > 3 * num_sms ? Grid::kSparse : Grid::kFew;
 }
 
-// Blocks of a grid that works on `num_tokens` units of `cluster_size` blocks. `resident_blocks`:
-// how many the GPU holds at once; the grid never exceeds it, so that no block waits for a peer's
-// block that cannot start. `extra_clusters` work on no unit.
+// Returns the blocks of a grid for `num_tokens` units of `cluster_size` blocks. `resident_blocks`:
+// blocks that the GPU holds at once. The grid never exceeds it, so that no block waits for a peer's
+// block that cannot start. `extra_clusters` process no unit.
 inline int choose_num_blocks(int64_t num_tokens, int cluster_size, int resident_blocks,
                              int extra_clusters) {
   const int64_t clusters =
@@ -102,8 +100,8 @@ inline int choose_num_blocks(int64_t num_tokens, int cluster_size, int resident_
   return static_cast<int>(working + extra_clusters) * cluster_size;
 }
 
-// Shared memory of a block of the local kernel: the sums of the chunks of a row, padded to a power
-// of two, and the greatest magnitude of each chunk.
+// Returns the shared memory per block of the local kernel: the sums of a row's chunks, padded to a
+// power of two, and the greatest magnitude per chunk.
 inline int local_shared_bytes(int64_t packs, bool quantized) {
   const int64_t chunks = (packs + kPacksPerChunk - 1) / kPacksPerChunk;
   return (quantized ? 8 : 4) * butterfly_width(static_cast<int>(chunks));

@@ -1,8 +1,8 @@
 // Device memory shared between the processes of one host.
 //
-// The workspace is allocated and mapped here and not through PyTorch's symmetric memory:
-// docs/protocol.md says what was measured. A workspace is freed only after every peer has unmapped
-// it, as CUDA demands; a rank says so in the peers' control blocks when it leaves.
+// Workspaces are allocated and mapped here and not through PyTorch's symmetric memory;
+// docs/protocol.md has the measurements. CUDA requires that a workspace is freed only after every
+// peer has unmapped it. A rank that leaves sets a flag in its peers' control blocks.
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -48,7 +48,7 @@ int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** address,
     status = cuda_status(cudaMalloc(&memory, bytes), "allocating the workspace");
   }
   if (status != ALLNORM_OK) return status;
-  // No peer can have left a workspace that no peer has opened.
+  // Clears the flags of peers that have left: no peer has opened this workspace yet.
   cudaError_t error = cudaMemset(memory, 0, PushControl::kBytes);
   // Peers may store as soon as they have the handle.
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
@@ -139,9 +139,9 @@ int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,
     const uint32_t left = 1;
     char* flag = static_cast<char*>(workspaces[peer]) + PushControl::kLeft + 4 * rank;
     note(cudaMemcpy(flag, &left, sizeof(left), cudaMemcpyHostToDevice));
-    // The store must have arrived before the mapping goes.
+    // The store must arrive before the memory is unmapped.
     note(cudaDeviceSynchronize());
-    // Whatever failed: a mapping that stays can never be closed by anybody.
+    // Unmaps even after an error, because nothing else can do it later.
     note(cudaIpcCloseMemHandle(workspaces[peer]));
   }
   return cuda_status(first_error, "leaving the peers' workspaces");

@@ -15,7 +15,7 @@
 namespace allnorm {
 namespace {
 
-// What kernels must have been compiled for to know clusters and dependent launch: memory.cuh.
+// Lowest target of kernels that use clusters and dependent launch: memory.cuh.
 constexpr int kClusterCode = 90;
 
 const void* find_kernel(int dtype, const KernelKey& key) {
@@ -39,8 +39,8 @@ KernelKind kind_of(const AllnormCall& call, Grid grid) {
   return grid == Grid::kDense ? KernelKind::kOneShotDense : KernelKind::kOneShot;
 }
 
-// Blocks of `kernel` that the device holds at once; asked for once per kernel, block and cluster
-// size.
+// Returns the blocks of `kernel` that the device holds at once; queried once per kernel, block size
+// and cluster size.
 int resident_blocks(const Device& device, const void* kernel, const Geometry& geometry) {
   static std::mutex mutex;
   static std::map<std::tuple<int, const void*, int, int>, int> known;
@@ -51,7 +51,7 @@ int resident_blocks(const Device& device, const void* kernel, const Geometry& ge
   int blocks = 0;
   cudaError_t error;
   if (geometry.cluster_size > 1) {
-    // Clusters lie within a group of SMs, so fewer blocks may fit than SMs would hold one by one.
+    // A cluster is within one group of SMs, so fewer blocks may fit than SMs could hold one by one.
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = geometry.cluster_size;
@@ -102,7 +102,8 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
   const bool early = start == Start::kBegun && set_start(config.stream, start);
   void* arguments[] = {const_cast<void*>(params)};
   const cudaError_t error = cudaLaunchKernelExC(&config, kernel, arguments);
-  // What the stream launches next instead, another library's kernel perhaps, must not begin early.
+  // Resets the edge: the next launch of the stream, perhaps from a different library, must not
+  // begin early.
   if (error != cudaSuccess && early) set_start(config.stream, Start::kEnded);
   return cuda_status(error, "launching the kernel");
 }
@@ -146,7 +147,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
 
 int32_t cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return ALLNORM_OK;
-  cudaGetLastError();  // do not leave it for the next caller of the runtime
+  cudaGetLastError();  // clears the error, which the next caller of the runtime would see
   return fail(ALLNORM_SYSTEM, "%s failed: %s (%s)", what, cudaGetErrorString(error),
               cudaGetErrorName(error));
 }
@@ -170,7 +171,7 @@ int32_t query_device(int index, Device* device) {
     if (status != ALLNORM_OK) return status;
   }
   device->capability = 10 * major + minor;
-  // A file of kernels is loaded, and compiled by the driver, as a whole.
+  // A translation unit of kernels is loaded, and compiled by the driver, as a whole.
   device->code = INT_MAX;
   for (const int dtype : {ALLNORM_FLOAT32, ALLNORM_FLOAT16, ALLNORM_BFLOAT16}) {
     cudaFuncAttributes attributes;
@@ -224,7 +225,7 @@ int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int wor
 
 int32_t launch_without_rows(const Device& device, const AllnormCall& call, int world_size,
                             const FusedParams& params) {
-  // One cluster of one block, which serves the exchange.
+  // One cluster of one block, the service cluster.
   const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = threads_of(0, 1)};
   AllnormCall plain = {};
   plain.stream = call.stream;
@@ -280,7 +281,8 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
                                           resident_blocks(device, kernel, geometry), 0);
   const auto stream = static_cast<cudaStream_t>(call.stream);
   Captured captured;
-  if (get_captured(stream, &captured) != cudaSuccess) cudaGetLastError();  // the launch will tell
+  if (get_captured(stream, &captured) != cudaSuccess)
+    cudaGetLastError();  // the launch reports the error
   const int32_t status =
       launch(device, kernel, &params, geometry, shared_bytes, call, choose_start(stream, captured));
   if (captured.active) {
@@ -298,8 +300,8 @@ int32_t launch_probe(const Device& device, const ProbeParams& params) {
 }  // namespace allnorm
 
 #ifdef ALLNORM_STAMPS
-// For benchmarks/stamps.py: where the warps of the launches from now on leave their stamps, in
-// memory of the device that is zero.
+// Sets the device memory for the stamps of later launches, which must be zero. For
+// benchmarks/stamps.py.
 extern "C" __attribute__((visibility("default"))) int32_t allnorm_stamps_to(void* records) {
   allnorm::stamps_of_next_launch() = static_cast<allnorm::StampRecord*>(records);
   return ALLNORM_OK;

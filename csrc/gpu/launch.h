@@ -1,4 +1,4 @@
-// From a checked call to a kernel launch; the only place that launches kernels is launch.cu.
+// Launches the kernels of checked calls. Only launch.cu launches kernels.
 #ifndef ALLNORM_GPU_LAUNCH_H_
 #define ALLNORM_GPU_LAUNCH_H_
 
@@ -10,27 +10,26 @@
 
 namespace allnorm {
 
-// What the launcher knows of a device and of the kernels that are loaded there; asked for once.
-// Code that was compiled for less than 9.0 knows neither clusters nor dependent launch whatever the
-// device has: launched with them, it would take a part of a row for all of it, and wait for
-// nothing.
+// Properties of a device and of the kernels loaded on it, queried once. Code compiled for less than
+// 9.0 uses neither clusters nor dependent launch, even on a newer device. Launched with them, it
+// would take part of a row for the whole row, and would not wait for the preceding grid.
 struct Device {
   int index = 0;
   int num_sms = 0;
   int capability = 0;  // of the device: 10 * major + minor
-  int code = 0;        // what the loaded kernels were compiled for, likewise
+  int code = 0;        // target of the loaded kernels, in the same form
   bool has_clusters = false;
-  bool launches_dependents = false;  // programmatic dependent launch; the same, unless turned off
+  bool launches_dependents = false;  // programmatic dependent launch; can be turned off
 };
 
-// Fills `device`, which is current; ALLNORM_SYSTEM if CUDA refuses.
+// Fills `device`, which must be current. Returns ALLNORM_SYSTEM for an error of CUDA.
 int32_t query_device(int index, Device* device);
 
-// The widest row that a fused kernel holds there.
+// Returns the widest row of a fused kernel on `device`.
 inline int64_t max_row_bytes(const Device& device) {
   return int64_t{kPackBytes} * kMaxThreads * (device.has_clusters ? kMaxClusterSize : 1);
 }
-// ALLNORM_UNSUPPORTED if a row of the call, or how it asks to be launched, is beyond the kernels.
+// Returns ALLNORM_UNSUPPORTED if a row or the launch options exceed the kernels' limits.
 int32_t check_width(const Device& device, const AllnormCall& call);
 
 // Makes `device` current for this scope.
@@ -53,17 +52,17 @@ class DeviceGuard {
   cudaError_t status_;
 };
 
-// ALLNORM_SYSTEM with CUDA's message, or ALLNORM_OK for cudaSuccess.
+// Returns ALLNORM_SYSTEM with CUDA's message, or ALLNORM_OK for cudaSuccess.
 int32_t cuda_status(cudaError_t error, const char* what);
 
-// Launches one chunk of a fused call; of one whose rows have owners. It begins at `start`, if the
-// device and the call allow that.
+// Launch one chunk of a fused call, without or with owners of rows. The kernel may begin at
+// `start`, if the device and the call allow it.
 int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
                      const FusedParams& params, Start start);
 int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
                           const OwnedRowsParams& params, Start start);
 
-// Launches a kernel without rows on call.stream. It announces `params.tag` as any call does.
+// Launches a kernel without rows on call.stream, which announces `params.tag` like any call.
 int32_t launch_without_rows(const Device& device, const AllnormCall& call, int world_size,
                             const FusedParams& params);
 

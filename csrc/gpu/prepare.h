@@ -1,4 +1,5 @@
-// From a call to kernel parameters, and the first state of a workspace: pure functions, no CUDA.
+// Converts a call to kernel parameters, and makes the first state of a workspace: pure functions
+// without CUDA.
 #ifndef ALLNORM_GPU_PREPARE_H_
 #define ALLNORM_GPU_PREPARE_H_
 
@@ -31,8 +32,8 @@ inline Rows rows_from(const void* data, int64_t stride_bytes, int64_t first_row)
   return {begin == nullptr ? nullptr : begin + first_row * stride_bytes, stride_bytes};
 }
 
-// `first_row` and `num_rows`: of the quantized result; the rest of the epilogue starts elsewhere
-// where the residual is sharded. `last`: rows of padding come after these.
+// `first_row` and `num_rows`: of the quantized result. With a sharded residual, the rest of the
+// epilogue starts at a different row. `last`: padding rows follow these rows.
 inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int64_t num_rows,
                                 bool last) {
   if (!is_quantized(call)) return {};
@@ -45,7 +46,7 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
   const int group_shift = by_group ? std::countr_zero(static_cast<uint32_t>(packs_per_group)) : 31;
   const int groups = static_cast<int>(scales_per_row(call));
   const int64_t scale_bytes = is_nvfp4(call) ? 1 : 4;
-  // In tiles a row is found by its number.
+  // In tiles the address follows from the number of the row.
   const int64_t row_bytes = is_swizzled(call) ? 0 : scale_bytes * call.scale_row_stride;
   return {
       .quantized = static_cast<char*>(call.quantized) + first_row * call.quantized_stride,
@@ -81,7 +82,7 @@ inline PostParams post_params(const AllnormCall& call) {
   };
 }
 
-// Tokens from `first_row` on.
+// Parameters for tokens from `first_row` on.
 inline ExpertParams expert_params(const AllnormCall& call, int64_t first_row) {
   if (!sums_experts(call)) return {};
   const int64_t width = element_bytes(call.dtype);
@@ -107,13 +108,13 @@ inline ExpertParams expert_params(const AllnormCall& call, int64_t first_row) {
                  (weights.data == nullptr || by_packs(weights)),
   };
 }
-// x of a call without them.
+// x of a call without experts.
 inline Rows x_params(const AllnormCall& call, int64_t first_row) {
   if (sums_experts(call)) return {};
   return rows_from(call.x, call.x_stride * element_bytes(call.dtype), first_row);
 }
 
-// `first_row` of residual and residual_out may differ from that of `out`.
+// The first row of residual and residual_out may differ from that of `out`.
 inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row,
                                       int64_t first_residual_row, const QuantParams& quant) {
   const int64_t width = element_bytes(call.dtype);
@@ -138,16 +139,16 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
   };
 }
 
-// Whether each row of a two_shot call has one owner, and not its chunks several; by what all ranks
-// agree on. With fewer rows than a GPU has SMs, the chunks of a row are spread over the links.
+// Returns whether a two_shot call assigns whole rows, not chunks, to owners. Depends only on values
+// equal on all ranks. If there are fewer rows than SMs, chunks spread a row over all links.
 inline bool has_row_owners(const AllnormCall& call) {
   if (uses_owners(call)) return true;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
-  // As a division, since num_tokens may be any number here.
+  // A division cannot overflow; num_tokens may be any number here.
   return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens > kSpreadGrid / least_blocks(packs);
 }
 
-// Bytes of slots that `rows` rows take: one, or one of each owner.
+// Bytes of slots for `rows` rows: for one row, or for one row of every owner.
 struct SlotBytes {
   int64_t bytes;
   int64_t rows;
@@ -155,7 +156,7 @@ struct SlotBytes {
 inline SlotBytes owned_rows_bytes(int world_size, const AllnormCall& call) {
   const bool sends_quantized = is_sharded(call) && is_quantized(call) && call.out == nullptr;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
-  // A byte an element: NVFP4 too, whose scales go along with the elements.
+  // One byte per element, also with NVFP4, which sends the scales with the elements.
   const int64_t packed_bytes = sends_quantized ? call.hidden_size / packs : kPackBytes;
   const ShardedLayout layout = {
       .world_size = world_size,
@@ -174,14 +175,14 @@ inline SlotBytes slot_bytes(int world_size, const AllnormCall& call) {
 }
 
 #ifdef ALLNORM_STAMPS
-// Device memory for a record of each warp, as allnorm_stamps_to() has set it.
+// Device memory for the stamps of each warp; allnorm_stamps_to() sets it.
 inline StampRecord*& stamps_of_next_launch() {
   static StampRecord* stamps = nullptr;
   return stamps;
 }
 #endif
 
-// What every launch of `num_rows` rows has in common. `fault` as the kernel sees it.
+// Parameters that all launches of `num_rows` rows have. `fault`: the device address.
 inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
                                    int64_t num_rows, AllnormFault* fault) {
   FusedParams params = {};
@@ -199,11 +200,11 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.large = units == 0;
   params.units = params.large ? 1 : units;
   params.phases = PushLayout::phases(config.workspace_bytes, units);
-  // Slots of units taken alone are not kept: that makes few rows slower, which is not explained
-  // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
+  // Single units are not kept in the L2 cache: keeping them made few rows slower, for an unknown
+  // reason (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
   params.slot_policy = units > 1 ? cache_policy(bytes) : kEvictNormal;
   if (call.link_gbps != 0) {
-    // What arrives here for a row is what this rank sends of one.
+    // A rank sends as many bytes per row as it receives.
     const double row_bytes = static_cast<double>(slot.bytes) / static_cast<double>(slot.rows);
     params.row_ps = static_cast<int32_t>(1e3 * row_bytes / call.link_gbps);
   }
@@ -217,7 +218,7 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   return params;
 }
 
-// One launch of a fused call: `num_rows` rows from `first_row` on.
+// Parameters of one launch of a fused call: `num_rows` rows from `first_row` on.
 inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCall& call,
                                 int64_t first_row, int64_t num_rows, AllnormFault* fault) {
   FusedParams params = exchange_params(config, call, num_rows, fault);
@@ -229,7 +230,7 @@ inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCa
   return params;
 }
 
-// Before and after an exchange between islands.
+// Parameters of the sums before and after an exchange between islands.
 inline IslandParams island_params(const AllnormCall& call) {
   constexpr int64_t kBytes = sizeof(float);
   IslandParams params = {};
@@ -242,8 +243,9 @@ inline IslandParams island_params(const AllnormCall& call) {
   return params;
 }
 
-// One launch of a call whose rows have owners: `num_rows` rows from number `first` on. Where
-// owners take turns `first` is a multiple of the world size, in the order of dealt_row().
+// Parameters of one launch of a call whose rows have owners: `num_rows` rows from row `first` on.
+// If uses_owners(call), rows are in the order of dealt_row(), and `first` is a multiple of the
+// world size.
 inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const AllnormCall& call,
                                          int64_t first, int64_t num_rows, AllnormFault* fault) {
   OwnedRowsParams params = {};
@@ -263,7 +265,7 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   return params;
 }
 
-// A launch without rows: announces `tag`, and compares it with what the peers announce.
+// Parameters of a launch without rows: it announces `tag` and compares it with the peers' tags.
 inline FusedParams rowless_params(const AllnormCommConfig& config, const CallTag& tag,
                                   AllnormFault* fault) {
   FusedParams params = {};
@@ -283,23 +285,23 @@ inline FusedParams rowless_params(const AllnormCommConfig& config, const CallTag
   return params;
 }
 
-// Tells the peers that this rank could not launch its call.
+// Parameters of a launch that tells the peers that this rank could not make its call.
 inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormFault* fault) {
   return rowless_params(config, {0, kMissingCall}, fault);
 }
 
-// The control block of a workspace before its first operation. Every byte after it is 0xff: each
-// slot word is kEmptyWord.
+// The control block of a workspace before its first operation. All bytes after it are 0xff, so that
+// every slot word is kEmptyWord.
 inline std::vector<char> first_control_block(uint32_t first_op) {
   static_assert(kEmptyWord == 0xffffffffu);
   std::vector<char> control(PushControl::kBytes, 0);
   auto* counters = reinterpret_cast<uint64_t*>(control.data() + PushControl::kCounters);
   std::fill_n(counters, kMaxBlocks, first_op);  // and SlotPlace::kept is 0
-  // Every slot is empty and belongs to its sender.
+  // Every slot is empty, so its sender may write.
   auto* released = reinterpret_cast<uint32_t*>(control.data() + PushControl::kReleased);
   std::fill_n(released, kPushMaxWorldSize, first_op - 1);
   for (uint32_t back = 1; back <= PushControl::kTagSlots; ++back) {
-    // Announcements of operations before the first, so that none is taken for a coming one.
+    // Tags of operations before the first, which no rank mistakes for a later operation.
     const CallTag nothing = {0, 0};
     const uint32_t op = first_op - back;
     for (int source = 0; source < kPushMaxWorldSize; ++source) {

@@ -18,7 +18,7 @@ std::set<cudaStream_t>& lasting_streams() {
 }
 
 bool lasts(cudaStream_t stream) {
-  // cudaStreamPerThread, too, names several streams: of every thread another.
+  // cudaStreamPerThread does not last: it is a different stream in every thread.
   if (stream == nullptr || stream == cudaStreamLegacy) return true;
   const std::lock_guard<std::mutex> lock(lasting_mutex);
   return lasting_streams().contains(stream);
@@ -74,9 +74,9 @@ int32_t StreamOrder::end(cudaStream_t stream) {
 }
 
 int32_t StreamOrder::begin_eager(cudaStream_t stream) {
-  if (!called_ || (stream == last_ && last_lasts_)) return ALLNORM_OK;  // the stream's own order
+  if (!called_ || (stream == last_ && last_lasts_)) return ALLNORM_OK;  // ordered by the stream
   if (!recorded_) {
-    // It lasts, so it may be asked.
+    // The stream lasts, so it may be queried.
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     int32_t status = cuda_status(cudaStreamIsCapturing(last_, &capture),
                                  "asking whether the stream of the call before is captured");
@@ -118,11 +118,11 @@ int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id, 
   };
   const bool all_follow = std::all_of(last.nodes.begin(), last.nodes.end(), follows);
   *start = choose_start(stream, captured);
-  // Two nodes of one stream are ordered, and may overlap as dependent launches do. A stream whose
-  // next node follows those already is left as it is: another edge between the same nodes would be
-  // a full one, and end that overlap.
+  // Two nodes of one stream are ordered, and may overlap as dependent launches do. If the next node
+  // already follows the last call, no edge is added: a second edge between the same nodes would be
+  // a full dependency and prevent that overlap.
   if (all_follow || (stream == last.stream && lasts(stream))) return ALLNORM_OK;
-  if (*start == Start::kBegun) *start = Start::kEnded;  // not one node comes before any more
+  if (*start == Start::kBegun) *start = Start::kEnded;  // more than one node precedes now
   return cuda_status(add_dependencies(stream, last.nodes), "ordering calls of a capture");
 }
 

@@ -1,17 +1,15 @@
-// In which order a communicator's calls run on the device. They share slots and the operation
-// counter, so they must not overlap.
+// The order of a communicator's calls on the device. They share slots and the operation counter, so
+// they must not overlap.
 //
-// What is ordered: an eager call after the eager call before it, a captured call after the call
-// before it in the same capture, whatever streams they are on. What is not, since CUDA has no means
-// for it: the launch of a graph against eager calls and against other graphs. That order is the
-// caller's; on one stream it comes for free. What can be neither ordered nor left to the caller is
-// refused.
+// An eager call runs after the eager call before it, and a captured call after the call before it
+// in the same capture, whatever streams they are on. CUDA has no means to order the launch of a
+// graph against eager calls or other graphs, so the caller orders these; on one stream they are
+// ordered anyway. Cases that can be neither ordered nor left to the caller are rejected.
 //
-// A destroyed stream must not be asked anything: the driver ends the process (580.159, 2026-11),
-// and its handle may be another stream's by then. So of a stream that may be destroyed an event is
-// recorded behind each call, while it is known to be there; of one that lasts (stream_lasts()) only
-// once the stream changes, and a call on the same one costs nothing but the question whether it is
-// captured. Figures:
+// Never query a destroyed stream: the driver aborts the process (580.159, 2026-11), and the handle
+// may have been reused. For a stream that may be destroyed, an event is therefore recorded after
+// each call, while the stream exists. For a stream that lasts (stream_lasts()), it is recorded only
+// when the stream changes, so a call on the same stream costs only a query of its capture. Figures:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#streams-captures-and-starts
 #ifndef ALLNORM_GPU_STREAM_ORDER_H_
 #define ALLNORM_GPU_STREAM_ORDER_H_
@@ -25,7 +23,7 @@
 
 namespace allnorm {
 
-// Notes that `stream` will be there as long as the process. The default stream always is.
+// Records that `stream` exists as long as the process, as the default stream does.
 void stream_lasts(cudaStream_t stream);
 
 class StreamOrder {
@@ -37,13 +35,13 @@ class StreamOrder {
 
   int32_t initialize();
 
-  // Around the launches of a call, all on `stream`. If either fails the call's order is not known.
-  // `*start` tells when the first one had best begin.
+  // Call these before and after the launches of a call, all on `stream`. If either fails, the order
+  // of the call is unknown. `*start`: when the first launch should begin.
   int32_t begin(cudaStream_t stream, Start* start);
   int32_t end(cudaStream_t stream);
 
-  // Whether a call was captured, so that there may be a graph that launches it. A graph could say
-  // when it goes (cudaGraphRetainUserObject), but one that does starts 13 us later (same page).
+  // Returns whether a call was captured, so that a graph may launch it. CUDA can report the end of
+  // a graph (cudaGraphRetainUserObject), but such a graph starts 13 us later (same page).
   bool in_graphs() const { return !captures_.empty(); }
 
  private:
@@ -58,14 +56,14 @@ class StreamOrder {
   int32_t end_eager(cudaStream_t stream);
   int32_t end_captured(cudaStream_t stream);
 
-  std::map<unsigned long long, LastCaptured> captures_;  // by CUDA's number of the capture
+  std::map<unsigned long long, LastCaptured> captures_;  // by CUDA's id of the capture
   cudaEvent_t event_ = nullptr;
-  // The last eager call's. A captured call changes none of them.
+  // The last eager call. Captured calls change none of these.
   bool called_ = false;
   cudaStream_t last_ = nullptr;
   bool last_lasts_ = false;
-  bool recorded_ = false;           // event_ is behind it
-  unsigned long long capture_ = 0;  // of the call that has begun; 0: it is eager
+  bool recorded_ = false;           // whether event_ follows the call
+  unsigned long long capture_ = 0;  // of the current call; 0: it is eager
 };
 
 }  // namespace allnorm

@@ -15,7 +15,7 @@ __device__ __forceinline__ void store_scale_byte(const QuantParams& params, int6
     store_u8(params.scale + row * params.scale_row_bytes + group * params.scale_group_bytes, scale);
     return;
   }
-  // Fits: see the check of first_scale_row.
+  // 32 bits suffice: abi/check.cpp bounds the numbers of rows.
   const uint32_t m = params.first_scale_row + static_cast<uint32_t>(row);
   char* const at = params.scale + swizzled_scale(m, static_cast<uint32_t>(group), params.tiles);
   store_u8(at, scale);
