@@ -29,7 +29,7 @@ inline uint64_t hash_of_change(const AllnormCall& call) {
 // and a hash of eps, weight_bias, step 1c and whether scales are in tiles. Different calls collide
 // with probability 2^-21; calls that differ only in tiles never collide.
 inline uint32_t call_details(const AllnormCall& call) {
-  if (makes_sums(call)) return 1;  // an ALL_REDUCE after island sums has 0
+  if (makes_sums(call)) return 1;  // an ALL_REDUCE of island sums has 0
   if (!is_norm(call)) return 0;
   uint64_t hash = hash_of(call.weight_bias, call.eps);
   // The algorithm of a hierarchical call's tag does not distinguish a sharded residual.

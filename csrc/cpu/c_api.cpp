@@ -1,4 +1,4 @@
-// The C ABI over the CPU backend: checks what it is given, then hands on.
+// The C ABI of the CPU backend: checks arguments and calls the backend.
 #include <cstdint>
 #include <new>
 #include <string>
@@ -20,7 +20,7 @@ struct AllnormComm {
   allnorm::Gate gate = {};
 };
 
-// Uses what is defined above.
+// Uses the definitions above.
 #include "abi/entry_points.h"
 
 namespace {

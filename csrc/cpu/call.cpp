@@ -12,12 +12,12 @@
 namespace allnorm {
 namespace {
 
-// What a rank writes at a time, above all partial rows: enough to make waits rare, little enough to
-// be still in the second-level cache (1 MiB here) when a peer reads them. EPYC (Zen 5), 2 ranks,
-// 4096x4096 bfloat16, least time of `cpu_bench 2 4096x4096`: 64 / 128 / 256 / 512 / 1024 KiB take
-// 40 / 34 / 35 / 26 / 36 ms on a busy machine.
+// Bytes that a rank writes per operation, above all partial rows: enough that waits are rare, and
+// few enough that they are still in the second-level cache (1 MiB here) when a peer reads them. On
+// an EPYC (Zen 5), 512 KiB took 26 ms for 4096x4096 bfloat16 with 2 ranks, the least (`cpu_bench 2
+// 4096x4096`).
 constexpr int64_t kChunkBytes = 512 << 10;
-// A scale, or four packed ones; but of NVFP4 one byte.
+// Bytes of a scale, or of four packed ones. An NVFP4 scale has one byte.
 constexpr int64_t kScaleBytes = 4;
 
 ConstRows matrix(const void* data, int64_t stride_bytes, int64_t row) {
@@ -29,10 +29,10 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
   return Rows{static_cast<std::byte*>(data), stride_bytes}.from(row);
 }
 
-// What peers read of a row that its owner has finished.
+// Returns the bytes that peers read of a row that its owner has finished.
 FinishedRow finished_row(const AllnormCall& call) {
   if (makes_sums(call)) return {};
-  // Of a sum that every rank has all rows of the residual for, the sum.
+  // Every rank has the whole residual, so the owner sends the sum.
   if (takes_sums(call) && !is_sharded(call)) {
     return {.normed_bytes = call.hidden_size * element_bytes(call.dtype)};
   }
@@ -62,13 +62,13 @@ void fill_nan(Rows rows, int64_t num_rows, int64_t hidden_size, int64_t element)
   const int64_t row_bytes = hidden_size * element;
   for (int64_t row = 0; row < num_rows; ++row) {
     std::byte* const data = rows.from(row).data;
-    // 0x7f, 0x7fff and 0x7fffffff, little endian, are NaN in every dtype of their size.
+    // 0x7f, 0x7fff and 0x7fffffff (little endian) are NaN in every dtype of their size.
     std::memset(data, 0xff, static_cast<size_t>(row_bytes));
     for (int64_t i = element - 1; i < row_bytes; i += element) data[i] = std::byte{0x7f};
   }
 }
 
-// Everything but residual_out, of rows [begin, end).
+// Fills rows [begin, end) of all outputs except residual_out with NaN.
 void fill_outputs_nan(const AllnormCall& call, int64_t begin, int64_t end) {
   const RowTask task = row_task(call, begin, 0);
   if (call.out != nullptr) {
@@ -76,7 +76,7 @@ void fill_outputs_nan(const AllnormCall& call, int64_t begin, int64_t end) {
   }
   if (!is_quantized(call)) return;
   if (is_nvfp4(call)) {
-    // e2m1 has no NaN: the scale says it.
+    // e2m1 has no NaN, so the scale is NaN.
     for (int64_t row = 0; row < end - begin; ++row) {
       std::memset(task.quantized.from(row).data, 0, static_cast<size_t>(quantized_row_bytes(call)));
     }
@@ -100,7 +100,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   if (workspace_bytes < PullControl::kBytes) return 0;
   const int64_t phase_bytes = PullLayout::phase_bytes(workspace_bytes);
   if (uses_owners(call)) {
-    // In whole turns, so that the rows of an owner in a chunk are neighbors.
+    // In whole rounds, so that an owner's rows in a chunk are contiguous.
     const int64_t turn_bytes =
         call.op == ALLNORM_ALL_GATHER_ROWS
             ? row_bytes
@@ -110,7 +110,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   }
   const bool two_shot = call.algorithm == ALLNORM_TWO_SHOT;
   const int64_t fit = phase_bytes / PullLayout::chunk_row_bytes(two_shot, row_bytes);
-  // Two-shot gives every rank a row of a chunk, however long rows are.
+  // two_shot gives every rank a row of a chunk, however long rows are.
   const int64_t least = two_shot ? world_size : 1;
   return std::min(fit, std::max(least, kChunkBytes / row_bytes));
 }
@@ -251,7 +251,7 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
       fill_outputs_nan(call, shard.begin + done, shard.end);
     }
     if (!is_sharded(call)) {
-      // Rows of every owner are done, and no others: so all are said not to be.
+      // Only some rows of every owner are done, so all rows are filled.
       if (is_norm(call)) {
         fill_nan(row_task(call, 0, 0).residual_out, call.num_tokens, call.hidden_size,
                  element_bytes(call.dtype));

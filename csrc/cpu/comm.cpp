@@ -1,35 +1,33 @@
-// The exchange between ranks that share memory: each writes into its own workspace, peers pull.
+// The exchange between ranks that share memory: each rank writes into its own workspace, and peers
+// read it.
 //
-// What all ranks must agree on: world_size, workspace_bytes, first_op, and, call by call,
-// everything in CallTag. Chunks follow from these by rows_per_chunk(), and each chunk is one
-// operation.
+// All ranks must agree on world_size, workspace_bytes, first_op and, for every call, on everything
+// in CallTag. rows_per_chunk() derives chunks from these, and each chunk is one operation.
 //
-// Who may write what when. In operation e a rank writes only its own workspace, phase e mod 2:
-//   step 1  its tag and partial rows, then publishes 2e + 1. Peers read them after they saw it.
-//           all_gather_rows: its tag and the rows it gives. Sums of islands: its tag alone, which
-//           it publishes with step 2.
-//   step 2  (two_shot) the sums of the rows it owns, then publishes 2e + 2. Likewise.
-//           (sharded) the finished rows it owns, in place of sums: normed, quantized, or both.
-//           (sum_rows) nothing, and it does not publish: the sums are this rank's alone.
-// Rows that nobody reads (partials of rows a rank owns itself) are not written. `published` never
-// decreases (by signed distance), so that a peer that is ahead, or runs another algorithm,
-// satisfies a wait too; its tag then tells whether it is in the same call. A rank that owns no row
-// of a chunk publishes all the same.
+// Contract. In operation e a rank writes only into its own workspace, phase e mod 2:
+//   step 1  its tag and partial rows. Then it publishes 2e + 1, after which peers read them.
+//           all_gather_rows: its tag and the rows it gives. Sums of islands: only its tag,
+//           published with step 2.
+//   step 2  (two_shot) the sums of the rows it owns. Then it publishes 2e + 2, after which peers
+//           read them. (sharded) the finished rows it owns instead of sums: normed, quantized, or
+//           both. (sum_rows) nothing is written or published, because only this rank uses the sums.
+// Partials of rows that a rank owns itself are not written. `published` never decreases (by signed
+// distance), so a peer that is ahead, or runs a different algorithm, satisfies a wait too. Its tag
+// then shows whether it makes the same call. A rank that owns no row of a chunk still publishes.
 //
-// Why a phase may be reused: operation e + 2 overwrites what peers read in operation e. A rank gets
-// there only after it has waited, in e + 1, for step 1 of every peer, and a peer publishes step 1
-// of e + 1 only after it has finished e, reads included (release in publish(), acquire in wait()).
-// Every algorithm waits for step 1 of every peer, also of one whose rows it does not need, and
-// whether e and e + 1 have a second step does not matter.
-// For the same reason a peer's tag of operation e cannot change while this rank is in e. A rank
-// that finds another tag than its own stops there and never publishes again; since both ranks of a
-// diverging pair wait for each other's step 1 of e and compare the same two tags, both find out.
+// Why a phase may be reused: operation e + 2 overwrites what peers read in operation e. A rank
+// starts e + 2 only after it has waited, in e + 1, for step 1 of every peer. A peer publishes step
+// 1 of e + 1 only after it has finished e, including its reads (release in publish(), acquire in
+// wait()). Every algorithm waits for step 1 of every peer, even if it needs no row of it, so it
+// does not matter whether e and e + 1 have a second step. For the same reason a peer's tag of
+// operation e cannot change while this rank is in e. A rank that sees a different tag stops there
+// and never publishes again. Both ranks of a diverging pair wait for each other's step 1 of e and
+// compare the same two tags, so both detect it.
 //
-// Who is gone: a rank that closes, or whose wait was interrupted, says so in kLeft after the last
-// it has published, and the system tells of a process that ended. That is nobody's fault until
-// somebody needs it: a wait ends with it if the rank that is waited for is gone, or another one
-// that has not come to this operation, whose step 1 everybody waits for. What a rank published
-// before it went is there, so `published` is looked at once more after that.
+// Departed ranks: a rank that closes or is interrupted sets kLeft after its last `published`, and
+// the OS reports ended processes. That is an error only if a wait needs the rank: the wait is for
+// it, or it has not come to this operation, whose step 1 every rank waits for. What a rank
+// published before it left stays valid, so `published` is read once more after that.
 #include "cpu/comm.h"
 
 #include <sched.h>
@@ -49,16 +47,15 @@
 namespace allnorm {
 namespace {
 
-// How long a wait polls before it sleeps. Ranks arrive within a few microseconds of each other when
-// each has a core of its own, and a wake-up costs 5 to 50 us. With fewer cores than ranks, the core
-// is better given to the peer that is waited for.
+// Time that a wait polls before it sleeps. Ranks with a core each arrive within a few microseconds
+// of each other, and a wake-up costs 5 to 50 us. With fewer cores than ranks a wait sleeps at once,
+// because the peer may need the core.
 constexpr int64_t kSpinNs = 50'000;
-// About a microsecond of polls. In between the wait yields: should the peer, or anything else, need
-// this very core, polling on would keep it from coming.
+// About a microsecond of polls. Then the wait yields, in case the peer needs this core.
 constexpr int kPollsPerLook = 64;
-// A sleeper looks that often at what else may end its wait: who is gone, signals, close().
+// Interval at which a sleeping wait checks for departed ranks, signals and close().
 constexpr int64_t kLookNs = 20'000'000;
-// A longer timeout would overflow a deadline.
+// Longer timeouts would overflow a deadline.
 constexpr int64_t kForeverNs = INT64_MAX / 4;
 
 int64_t spin_ns(int world_size) {
@@ -67,10 +64,10 @@ int64_t spin_ns(int world_size) {
 
 std::atomic<int32_t (*)()> g_look{nullptr};
 
-// No call has this tag: its shape word would name a dtype that does not exist.
+// No call has this tag, because the dtype in its shape does not exist.
 constexpr uint64_t kNoTag = ~uint64_t{0};
 
-// Who is in run(), so that a call within a call is refused.
+// Marks the thread in run(), so that a call within a call is rejected.
 class Running {
  public:
   explicit Running(std::atomic<std::thread::id>& runner) : runner_(runner) {
@@ -93,7 +90,7 @@ CpuCommunicator::CpuCommunicator(const AllnormCommConfig& config)
     uint64_t* const tag = tags(config.rank) + (PullControl::tag(op) - PullControl::tag(0)) / 8;
     tag[0] = tag[1] = kNoTag;
   }
-  // release: orders the initialization; pairs with whatever the caller's barrier is.
+  // release: orders the initialization; pairs with the barrier that the caller must provide.
   store_release(published(config.rank), publication(0));
 }
 
@@ -123,9 +120,9 @@ void CpuCommunicator::announce(const CallTag& tag) {
 }
 
 void CpuCommunicator::publish(int step) {
-  // seq_cst, which includes release: orders the tag and the rows written before; pairs with the
-  // acquire in wait(). Together with the load below it pairs with sleep(): either this rank sees
-  // the sleeper, or the sleeper sees the publication.
+  // seq_cst, which includes release: orders the tag and the rows before it; pairs with the acquire
+  // in wait(). Together with the load below it pairs with sleep(): either this rank sees the
+  // sleeper, or the sleeper sees the publication.
   ALLNORM_FAULT(cpu_published_relaxed, store_relaxed, store_seq_cst)
   (published(config_.rank), publication(step));
   if (load_seq_cst(sleepers(config_.rank)) != 0) futex_wake_all_shared(published(config_.rank));
@@ -151,19 +148,19 @@ bool CpuCommunicator::wait(int peer, int step, const CallTag& tag) {
 
 bool CpuCommunicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag) {
   const uint32_t* const word = published(peer);
-  // seq_cst, with the load below: pairs with publish(), see there.
+  // seq_cst: pairs, with the load below, with publish().
   fetch_add_seq_cst(sleepers(peer), 1u);
   uint32_t seen;
   AllnormStatus status = ALLNORM_OK;
   int gone = peer;
-  // Acquires as well; pairs with the store in publish().
+  // seq_cst, which includes acquire; pairs with the store in publish().
   while (!has_reached(seen = load_seq_cst(word), expected)) {
     if (status != ALLNORM_OK) break;
     status = ending(peer, &gone);
     if (status != ALLNORM_OK) continue;
     const int64_t now_ns = MonotonicClock::now_ns();
-    // Only the thread that waits may say that it does not stand still: another thread of the
-    // process would say so of a thread that hangs, too.
+    // Only the waiting thread itself may store the time: from a different thread, a thread that
+    // hangs would look alive.
     if (beat_ != nullptr) store_relaxed(beat_, now_ns);
     const int64_t left_ns = deadline_ns - now_ns;
     if (left_ns <= 0) break;
@@ -173,7 +170,7 @@ bool CpuCommunicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, co
     if (look() != 0) status = ALLNORM_INTERRUPTED;
   }
   fetch_add_seq_cst(sleepers(peer), ~0u);
-  // The interrupt is already on its way to the caller, who must not take this for a success.
+  // The caller will see the interrupt, so this must not look like success.
   if (status == ALLNORM_INTERRUPTED) return fail_wait(status, peer, seen, tag);
   if (has_reached(seen, expected)) return same_call(peer, tag);
   if (status == ALLNORM_CLOSED) return false;
@@ -181,7 +178,7 @@ bool CpuCommunicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, co
     return fail_wait(status, gone, gone == peer ? seen : load_acquire(published(gone)), tag);
   }
 
-  // Names the rank that is furthest behind: the peer may itself wait for another.
+  // Reports the rank that is furthest behind, because the peer may itself be waiting.
   for (int other = 0; other < config_.world_size; ++other) {
     const uint32_t reached = load_acquire(published(other));
     if (other != config_.rank && !has_reached(reached, seen)) {
@@ -195,7 +192,7 @@ bool CpuCommunicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, co
 AllnormStatus CpuCommunicator::ending(int peer, int* gone) const {
   if (closing_.load(std::memory_order_acquire)) return ALLNORM_CLOSED;
   AllnormStatus status = ALLNORM_OK;
-  // Names the rank that ended first: others may have ended because of it.
+  // Reports the rank that ended first, because others may have ended because of it.
   *gone = first_dead_.load(std::memory_order_acquire);
   if (*gone >= 0 && has_left(*gone, &status) && (*gone == peer || !has_come(*gone))) return status;
   *gone = peer;
@@ -209,12 +206,12 @@ AllnormStatus CpuCommunicator::ending(int peer, int* gone) const {
 }
 
 bool CpuCommunicator::has_come(int rank) const {
-  // acquire: pairs with publish(), of what came before has_left().
+  // acquire: pairs with publish(), for data published before has_left().
   return has_reached(load_acquire(published(rank)), publication(1));
 }
 
 bool CpuCommunicator::has_left(int rank, AllnormStatus* how) const {
-  // acquire: what that rank published before it left; pairs with tell_peers().
+  // acquire: makes visible what that rank published before it left; pairs with tell_peers().
   if (load_acquire(left(rank)) != 0) {
     *how = ALLNORM_PEER_LEFT;
     return true;
@@ -224,15 +221,14 @@ bool CpuCommunicator::has_left(int rank, AllnormStatus* how) const {
 }
 
 void CpuCommunicator::tell_peers() {
-  // release: orders what was published before; pairs with has_left().
+  // release: orders earlier publications; pairs with has_left().
   store_release(left(config_.rank), 1u);
-  // They need not wait until they look.
+  // Wakes them before their next check.
   futex_wake_all_shared(published(config_.rank));
 }
 
 void CpuCommunicator::peers_died(uint64_t peers, bool) {
-  // No wait of this backend needs to be told that none can succeed: who is waited for has come to
-  // the operation or is gone.
+  // `all` is not needed: here, a rank that a wait needs has come to the operation or has left.
   dead_.fetch_or(peers, std::memory_order_acq_rel);
   int none = -1;
   if (peers != 0) first_dead_.compare_exchange_strong(none, std::countr_zero(peers));
@@ -302,12 +298,13 @@ int32_t CpuCommunicator::run(const AllnormCall& call) {
   }
   const std::lock_guard lock(run_mutex_);
   const Running running(runner_);
-  // One that was closed while this thread waited for another's call touches no workspace.
+  // A communicator that was closed while this thread waited for the lock must not use its
+  // workspaces.
   if (fault_.status != ALLNORM_OK || closing_.load()) return refuse(call, 0);
   if (config_.world_size == 1) {
     AllnormCall local = call;
     local.num_sources = 1;
-    // With a single source the sum is a copy of it.
+    // With a single source the sum is a copy.
     if (call.op == ALLNORM_ALL_GATHER_ROWS) local.op = ALLNORM_ALL_REDUCE;
     return run_local(local);
   }
@@ -329,8 +326,8 @@ int32_t CpuCommunicator::run(const AllnormCall& call) {
   zero_scale_padding(call);
   const CallTag tag = call_tag(call, call.num_tokens);
   int64_t begin = 0;
-  // A call of no rows exchanges tags all the same, so that a rank with another number of rows is
-  // named now and not at some later call.
+  // A call without rows also exchanges tags, so that a rank with a different number of rows is
+  // detected now and not in a later call.
   do {
     const Chunk chunk = {.call = call,
                          .op = row_op(call, scratch),

@@ -1,4 +1,4 @@
-// A rank's end of the exchange over shared memory.
+// The communicator of the CPU backend: an exchange over shared memory.
 #ifndef ALLNORM_CPU_COMM_H_
 #define ALLNORM_CPU_COMM_H_
 
@@ -17,36 +17,37 @@
 
 namespace allnorm {
 
-// What a fault means and what to do about it.
+// Describes a failure and the remedy.
 std::string describe(const AllnormFault& fault, int64_t timeout_ns);
 
-// What a thread that waits calls now and then; nonzero ends its wait.
+// Sets the function that waiting threads call regularly; nonzero ends the wait.
 void set_interrupt(int32_t (*look)());
 
 class CpuCommunicator {
  public:
   explicit CpuCommunicator(const AllnormCommConfig& config);
 
-  // Collective. Thread-safe, but all ranks must make their calls in the same order.
+  // Makes a call; collective. Thread-safe, but all ranks must make their calls in the same order.
   int32_t run(const AllnormCall& call);
-  // Any thread, while others are in run(): waits for these peers end, now and later.
+  // Ends waits for these peers, now and later. Callable from any thread, also during run().
   void peers_died(uint64_t peers, bool all);
-  // The same for all waits, with ALLNORM_CLOSED.
+  // Ends all waits with ALLNORM_CLOSED.
   void end_waits();
-  // After end_waits(), when no thread is in run(): tells the peers, and touches the workspaces no
-  // more. Idempotent. Always true: nothing uses them later.
+  // Tells the peers that this rank has left, and stops using the workspaces. Call it after
+  // end_waits(), when no thread is in run(). Idempotent. Returns true: nothing uses the workspaces
+  // later.
   bool close();
-  // Never waits for a run() on another thread.
+  // Never waits for a run() on a different thread.
   AllnormFault fault();
-  // Any thread.
+  // Callable from any thread.
   int32_t stats(AllnormStats* stats) const;
-  // Where waits store the time; not while another thread is in run().
+  // Sets where waits store the time. Must not be called while a different thread is in run().
   void set_beat(int64_t* beat) { beat_ = beat; }
   const AllnormCommConfig& config() const { return config_; }
 
  private:
-  // The rows of one operation: [begin, begin + layout.rows) of the call, or, where owners take
-  // turns, of the order of dealt_row().
+  // The rows of one operation: [begin, begin + layout.rows) of the call. If rows have owners, of
+  // the order of dealt_row().
   struct Chunk {
     const AllnormCall& call;
     RowOp op;
@@ -55,11 +56,12 @@ class CpuCommunicator {
     int64_t begin;
     bool turns;
   };
-  // Those of its rows that one rank sums, finishes or gives.
+  // The rows of a chunk that one rank sums, finishes or gives.
   struct OwnedRows {
-    int64_t slot;  // the first of them in the chunk
-    int64_t row;   // ... in the call
-    // ... in residual and residual_out where sharded, in x of ALL_GATHER_ROWS, in sums of islands
+    int64_t slot;  // of the first row, in the chunk
+    int64_t row;   // of the first row, in the call
+    // The first row in a sharded residual and residual_out, in x of ALL_GATHER_ROWS, and in sums of
+    // islands.
     int64_t residual_row;
     int64_t count;
   };
@@ -71,7 +73,7 @@ class CpuCommunicator {
   bool island_sums(const Chunk& chunk);
   bool all_gather(const Chunk& chunk);
   OwnedRows owned_rows(const Chunk& chunk, int owner) const;
-  // Step 1 of two_shot and sharded. `sources`: the partials of the rows this rank owns.
+  // Step 1 of two_shot and sharded. Sets `sources` to the partials of the rows that this rank owns.
   bool exchange_partials(const Chunk& chunk, ConstRows* sources);
   void copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count);
   void find_partials(const Chunk& chunk, int64_t row, int64_t slot, ConstRows* sources) const;
@@ -79,21 +81,22 @@ class CpuCommunicator {
   void copy_out(const Chunk& chunk, int owner);
   void announce(const CallTag& tag);
   void publish(int step);
-  // False: the wait failed and fault_ says why.
+  // Waits until `peer` has published `step`. Returns false if the wait failed; fault_ has the
+  // reason.
   bool wait(int peer, int step, const CallTag& tag);
   bool sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag);
-  // What ends a wait for `peer` before its deadline; ALLNORM_OK if nothing does. `gone`: which
-  // rank.
+  // Returns what ends a wait for `peer` before its deadline, or ALLNORM_OK. `gone`: the rank that
+  // caused it.
   AllnormStatus ending(int peer, int* gone) const;
   bool has_left(int rank, AllnormStatus* how) const;
   bool has_come(int rank) const;
-  // A wait for `peer` failed; `seen` is what it has published.
+  // Records that a wait for `peer` failed; `seen` is what the peer has published. Returns false.
   bool fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag);
   void tell_peers();
   bool same_call(int peer, const CallTag& tag);
   bool record(const AllnormFault& fault);
   bool run_chunk(const Chunk& chunk);
-  // Fails with what is recorded; rows from the `first`th on become NaN.
+  // Fails with the recorded failure. Fills rows from `first` on with NaN.
   int32_t refuse(const AllnormCall& call, int64_t first);
 
   std::byte* phase(int rank) const;
@@ -108,15 +111,15 @@ class CpuCommunicator {
   int64_t* beat_ = nullptr;
   uint32_t op_;
   Scratch scratch_;
-  std::atomic<uint64_t> one_shots_{0}, two_shots_{0};  // chunks that were exchanged so
-  AllnormFault fault_ = {};                            // written by run() only
+  std::atomic<uint64_t> one_shots_{0}, two_shots_{0};  // number of chunks
+  AllnormFault fault_ = {};                            // written only by run()
   std::atomic<uint64_t> dead_{0};                      // bit q: the process of rank q has ended
   std::atomic<int> first_dead_{-1};
   std::atomic<bool> closing_{false};
   bool closed_ = false;
-  std::atomic<std::thread::id> runner_{};  // who is in run()
+  std::atomic<std::thread::id> runner_{};  // the thread in run()
   std::mutex run_mutex_;
-  std::mutex fault_mutex_;  // held for a copy of fault_ only, so that fault() never waits for peers
+  std::mutex fault_mutex_;  // held only to copy fault_, so that fault() never waits for peers
 };
 
 }  // namespace allnorm

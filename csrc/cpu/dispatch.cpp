@@ -1,4 +1,4 @@
-// Chooses the row kernels' instruction set, once, by what the machine has.
+// Chooses the instruction set of the row kernels, once, from what the machine supports.
 #include <cstdlib>
 
 #include "cpu/row_task.h"

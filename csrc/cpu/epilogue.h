@@ -1,6 +1,5 @@
-// What happens to the reduced sum of a row: post norm and scale, residual add, RMSNorm, store in a
-// format. Numerics steps 1c to 5; 6 is the format's. Compiled once per instruction set; see
-// cpu/simd.h for what follows from that.
+// The epilogue of a reduced row: post norm and scale, residual add, RMSNorm, store in a format.
+// Numerics steps 1c to 5; step 6 is in the format. Compiled once per instruction set: cpu/simd.h.
 #ifndef ALLNORM_CPU_EPILOGUE_H_
 #define ALLNORM_CPU_EPILOGUE_H_
 
@@ -20,8 +19,8 @@ namespace allnorm::ALLNORM_ISA {
 template <class T>
 constexpr int kChunkElems = kPacksPerChunk * kElemsPerPack<T>;
 
-// Square sums of kWidth consecutive packs. Pack kLanes * j + l ends up in lane l, position j: that
-// takes no shuffle across lanes beyond the one that splits 8-element packs.
+// Square sums of kWidth consecutive packs. Pack kLanes * j + l is in lane l, position j. Only the
+// shuffle that splits 8-element packs crosses lanes.
 struct Transposed {
   F32 a, b, c, d;
 };
@@ -55,7 +54,7 @@ ALLNORM_INLINE F32 every_other_lane(F32 a, F32 b) {
 
 ALLNORM_INLINE F32 add_squares(F32 value, F32 sum) { return fma(value, value, sum); }
 
-// `z` holds the packs as Elements<T>::load orders them.
+// `z`: packs in the order of Elements<T>::load.
 template <class T>
 ALLNORM_INLINE F32 pack_square_sums(const float* z) {
   const auto v = [z](int i) __attribute__((always_inline)) { return load_vector(z + i * kWidth); };
@@ -63,7 +62,7 @@ ALLNORM_INLINE F32 pack_square_sums(const float* z) {
     const Transposed t = transpose_lanes(v(0), v(1), v(2), v(3));
     return add_squares(t.d, add_squares(t.c, add_squares(t.b, t.a * t.a)));
   } else if constexpr (std::is_same_v<T, Bfloat16>) {
-    // A lane is half a pack already: its even or its odd elements.
+    // A lane is half a pack: its even or its odd elements.
     const Transposed even = transpose_lanes(v(0), v(2), v(4), v(6));
     const Transposed odd = transpose_lanes(v(1), v(3), v(5), v(7));
     F32 sum = add_squares(odd.a, even.a * even.a);
@@ -84,8 +83,8 @@ ALLNORM_INLINE F32 pack_square_sums(const float* z) {
   }
 }
 
-// Numerics step 4 for one chunk: the butterfly over 32 packs, widest offset first. Bits of a pack's
-// index from the top: group of kWidth packs, position in the lane, lane.
+// Numerics step 4 for one chunk: the butterfly over 32 packs, widest offset first. The bits of a
+// pack's index are, from the top: group of kWidth packs, position in the lane, lane.
 template <class T>
 ALLNORM_INLINE float chunk_square_sum(const float* z) {
   constexpr int kGroups = kPacksPerChunk / kWidth;
@@ -107,7 +106,7 @@ ALLNORM_INLINE float chunk_square_sum(const float* z) {
   return sum[0];
 }
 
-// The sum of the chunk sums, padded to a power of two with zeros, by the same butterfly.
+// Adds the chunk sums, padded to a power of two with zeros, with the same butterfly.
 ALLNORM_INLINE float butterfly(float* sums, int64_t count) {
   int64_t width = 1;
   while (width < count) width *= 2;
@@ -118,8 +117,8 @@ ALLNORM_INLINE float butterfly(float* sums, int64_t count) {
   return sums[0];
 }
 
-// Numerics steps 1 to 3; what is to be normalized goes to z[i]. The branches are the same for all
-// elements of a call, so they are predicted; as template parameters they would triple the code.
+// Numerics steps 1 to 3; stores the input of the norm to z[i]. The branches are the same for all
+// elements of a call, so they are predicted; template parameters would triple the code.
 template <class T, int kSources, class Access>
 ALLNORM_INLINE void add(const RowPointers<T>& row, int num_sources, bool unrounded, int64_t i,
                         Access access, float* z) {
@@ -135,7 +134,7 @@ ALLNORM_INLINE void add(const RowPointers<T>& row, int num_sources, bool unround
   store_pair(z + i, rounded);
 }
 
-// Numerics step 5 for the elements at `i`; `weight` is f(w) of them.
+// Numerics step 5 for the elements at `i`, whose weights are `weight`.
 template <class T>
 ALLNORM_INLINE Pair scale(const float* z, int64_t i, F32 rstd, Pair weight, F32 weight_bias,
                           bool round_before_weight) {
@@ -163,7 +162,7 @@ ALLNORM_INLINE void scale_row(const RowOp& op, const float* z, float rstd,
     Elements<T>::store(out + i, scale<T>(z, i, factor, w, bias, round_before_weight));
   }
   if (rest == 0) return;
-  // z is padded with zeros to a whole chunk, so reading a full pair of it is fine.
+  // z is padded with zeros to a whole chunk, so a full pair may be read.
   const Pair w = ordered(load_partial<W>(weight + whole, rest));
   store_partial<T>(out + whole, scale<T>(z, whole, factor, w, bias, round_before_weight), rest);
 }
@@ -194,8 +193,8 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
   if (op.weight == nullptr) return;
   const float rstd =
       reciprocal_rms(butterfly(chunk_sums, num_chunks), static_cast<float>(op.hidden_size), op.eps);
-  // Where y is not wanted it takes the place of z: no element of it is larger, and each is written
-  // after the one it overwrites was read.
+  // If y is not a result, it overwrites z: its elements are not larger, and each is written after
+  // the one that it overwrites was read.
   auto* const y = row.out != nullptr ? row.out : reinterpret_cast<typename T::Storage*>(z);
   if (op.weight_dtype == ALLNORM_FLOAT32) {
     scale_row<T, Float32>(op, z, rstd, y);
@@ -205,7 +204,7 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
   kFormats<T>[static_cast<int>(op.format)](op, y, row);
 }
 
-// Step 1 alone.
+// Numerics step 1 alone.
 template <class T, int kSources>
 static void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
@@ -218,7 +217,7 @@ static void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sourc
   last.store(row.out + whole, reduce<T, kSources>(row, num_sources, whole, last));
 }
 
-// Every element of a row times `factor`, rounded.
+// Multiplies every element of a row by `factor`, and rounds.
 template <class T>
 static void scale_sum(typename T::Storage* row, int64_t hidden_size, float factor) {
   const F32 by = broadcast(factor);
@@ -231,14 +230,14 @@ static void scale_sum(typename T::Storage* row, int64_t hidden_size, float facto
   last.store(row + whole, round_to<T>(last.load(row + whole) * by));
 }
 
-// The row behind what norm_row() works in: one that is made before it is normed.
+// Returns the second row of the scratch memory: a row that is computed before it is normed.
 template <class T>
 ALLNORM_INLINE typename T::Storage* row_in(const RowOp& op) {
   return reinterpret_cast<typename T::Storage*>(op.scratch + Scratch::norm_elems(op.hidden_size));
 }
 
-// norm_row() behind numerics step 1c, whose result is a row of its own, as if it were the only
-// partial; it takes the place of the only partial that may already lie there.
+// norm_row() after numerics step 1c. The result of step 1c is stored in a row of its own and serves
+// as the only partial; it may overwrite a partial there.
 template <class T, int kSources>
 static void change_and_norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   auto* const changed = row_in<T>(op);
@@ -251,7 +250,7 @@ static void change_and_norm_row(const RowOp& op, const RowPointers<T>& row, int 
     post.eps = op.post_eps;
     post.weight_bias = op.post_weight_bias;
     post.format = RowFormat::kPlain;
-    // Nothing is added, so the mode says only what is rounded before the weight.
+    // Without a residual, the numerics affect only the rounding before the weight.
     to_changed.residual = nullptr;
     to_changed.residual_out = changed;
     norm_row<T, kSources>(post, to_changed, num_sources);

@@ -1,4 +1,4 @@
-// Faults in words.
+// Texts of failures.
 #include <cstdio>
 
 #include "cpu/comm.h"

@@ -1,8 +1,7 @@
-// The list of formats, in which a normed row is stored: one file per format in cpu/formats/, one
-// line here.
+// The list of formats of a normed row: one file per format in cpu/formats/, one line here.
 //
-// A format is a function that is given y, rounded to the dtype of x. Where y itself is wanted, it
-// is in row.out already; elsewhere it is in memory that only this row uses.
+// A format is a function of y, rounded to the dtype of x. If y is a result itself, it is in
+// row.out; otherwise it is in memory that only this row uses.
 #ifndef ALLNORM_CPU_FORMATS_H_
 #define ALLNORM_CPU_FORMATS_H_
 

@@ -1,5 +1,5 @@
-// The row kernels, compiled once per instruction set: ALLNORM_ISA names the namespace and the flags
-// say what it may use. All of them return the same bits, those of the numerics page.
+// The row kernels, compiled once per instruction set. ALLNORM_ISA is its namespace, and the
+// compiler flags select its instructions. All versions return the same bits: docs/numerics.md.
 #include "allnorm.h"
 #include "cpu/epilogue.h"
 #include "cpu/row.h"
@@ -11,7 +11,7 @@
 namespace allnorm::ALLNORM_ISA {
 namespace {
 
-// Numerics step 1b: rows of float32 sums, to them or from them.
+// Numerics step 1b: computes float32 sums, or adds them.
 template <class T>
 void run_sums(const RowOp& op, const RowTask& task) {
   using Storage = typename T::Storage;
@@ -45,7 +45,7 @@ void run_typed(const RowOp& op, const RowTask& task) {
     if (task.experts.top_k != 0) {
       Storage* const sum = op.op == ALLNORM_ALL_REDUCE ? row.out : row_in<T>(op);
       sum_experts<T>(task.experts, i, op.hidden_size, sum);
-      if (op.op == ALLNORM_ALL_REDUCE) continue;  // T(f(x)) is x
+      if (op.op == ALLNORM_ALL_REDUCE) continue;  // rounding a rounded value changes nothing
       row.sources[0] = sum;
     } else {
       for (int r = 0; r < task.num_sources; ++r) {
@@ -80,8 +80,8 @@ void run_dtype(const RowOp& op, const RowTask& task) {
   run_typed<T, 0>(op, task);
 }
 
-// Denormals are kept whatever the process has asked for (torch.set_flush_denormal, a library built
-// with -ffast-math): a rank that flushes would hold other bits than its peers.
+// Sets the default floating-point mode. The process may flush denormals (torch.set_flush_denormal,
+// or a library built with -ffast-math), and then this rank's bits would differ from its peers'.
 class DefaultFloatMode {
  public:
 #if defined(__x86_64__)
@@ -92,7 +92,7 @@ class DefaultFloatMode {
   ~DefaultFloatMode() { _mm_setcsr(saved_); }
 
  private:
-  // All exceptions masked, round to nearest, no flush to zero, denormals are not zeros.
+  // All exceptions masked, round to nearest, denormals kept.
   static constexpr unsigned kDefault = 0x1f80;
   unsigned saved_;
 #else

@@ -1,4 +1,4 @@
-// Host memory verbs, with the order in the name, over memory that other processes map too.
+// Host memory verbs, with the order in the name, for memory that other processes map too.
 #ifndef ALLNORM_CPU_MEMORY_H_
 #define ALLNORM_CPU_MEMORY_H_
 
@@ -16,20 +16,20 @@
 
 namespace allnorm {
 
-// Ensures that a rank that loads this value with acquire also sees every write made before it.
+// release: a rank that loads this value with acquire also sees every earlier write of this thread.
 template <class T>
 inline void store_release(T* address, T value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
 
-// Ensures that what was written before the store_release of the value read is visible from here on.
+// acquire: everything written before the store_release of the loaded value is visible from here on.
 template <class T>
 inline T load_acquire(const T* address) {
   return __atomic_load_n(address, __ATOMIC_ACQUIRE);
 }
 
-// Single total order: of two ranks that each store one word and load the other's, one sees the
-// store.
+// Single total order: if two ranks each store one word and then load the other's, at least one sees
+// the other's store.
 template <class T>
 inline void store_seq_cst(T* address, T value) {
   __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
@@ -43,7 +43,7 @@ inline T fetch_add_seq_cst(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }
 
-// Untorn, but orders nothing.
+// Atomic, but orders nothing.
 template <class T>
 inline void store_relaxed(T* address, T value) {
   __atomic_store_n(address, value, __ATOMIC_RELAXED);
@@ -70,8 +70,8 @@ struct MonotonicClock {
   }
 };
 
-// Sleeps while *address == seen, at most timeout_ns. May return early for no reason. Without
-// FUTEX_PRIVATE_FLAG: the ranks are processes, the word is the same page and not the same address.
+// Sleeps while *address == seen, for at most timeout_ns. May return early for no reason. Without
+// FUTEX_PRIVATE_FLAG, because ranks are processes that map the same page at different addresses.
 inline void futex_wait_shared(const uint32_t* address, uint32_t seen, int64_t timeout_ns) {
   const timespec timeout = {.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000),
                             .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000)};

@@ -1,5 +1,5 @@
-// One row of a task, and its elements by pairs of vectors. Compiled once per instruction set; see
-// cpu/simd.h for what follows from that.
+// The rows of a task, and access to elements by pairs of vectors. Compiled once per instruction
+// set: cpu/simd.h.
 #ifndef ALLNORM_CPU_ROW_H_
 #define ALLNORM_CPU_ROW_H_
 
@@ -11,19 +11,19 @@
 
 namespace allnorm::ALLNORM_ISA {
 
-// The rows of one task that a row of the result is made from.
+// The inputs and outputs of one row of a task.
 template <class T>
 struct RowPointers {
   using Storage = typename T::Storage;
   const Storage* sources[ALLNORM_MAX_WORLD_SIZE];
   const Storage* residual;
-  Storage* out;  // null: not wanted
+  Storage* out;  // null: not a result
   Storage* residual_out;
   uint8_t* quantized;
   ScaleRows scales;  // from this row on
 };
 
-// The elements at `i` of a row: whole pairs, or the `count` that are left at its end.
+// Access to the elements at `i` of a row: whole pairs, or the last `count` elements.
 template <class T>
 struct WholePair {
   using Storage = typename T::Storage;

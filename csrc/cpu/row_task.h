@@ -1,4 +1,5 @@
-// Row tasks of the CPU: sum the sources in rank order, add the residual, normalize, quantize.
+// Row tasks of the CPU backend: sum the sources in rank order, add the residual, normalize,
+// quantize.
 #ifndef ALLNORM_CPU_ROW_TASK_H_
 #define ALLNORM_CPU_ROW_TASK_H_
 
@@ -27,39 +28,39 @@ struct Rows {
   operator ConstRows() const { return {data, stride_bytes}; }
 };
 
-// Rows that are sums of experts' rows: step 0 of the numerics page.
+// Rows that are sums of experts' rows: numerics step 0.
 struct ExpertRows {
-  int top_k = 0;  // 0: there are none
+  int top_k = 0;  // 0: no experts
   ConstRows rows;
   int64_t num_rows;
-  int64_t first;         // without an index: of rows, choice 0 of the first token
+  int64_t first;         // without an index: row of choice 0 of the first token
   const int32_t* index;  // of the first token; or null
   int64_t index_stride;
-  const float* weights;  // likewise
+  const float* weights;  // of the first token; or null
   int64_t weights_stride;
   ConstRows shared;  // data may be null
 
-  // The row of choice k of a token: -1, none; or any other number.
+  // Returns the row of choice k of a token; -1: none on this rank. May be any other number.
   ALLNORM_HD int64_t row_of(int64_t token, int k) const {
     return index == nullptr ? first + token * top_k + k : index[token * index_stride + k];
   }
 };
 
-// What becomes of a scale.
+// How a scale is stored.
 enum class StoredScale {
   kFloat32,
   kExponent,  // its exponent byte
   kE4m3,
 };
 
-// Where the scales of rows of groups go, as AllnormCall.scale says.
+// Destination of scales; see AllnormCall.scale.
 struct ScaleRows {
   std::byte* data;
   int64_t row_stride_bytes;
-  int64_t group_stride_bytes;  // of four groups if exponents
+  int64_t group_stride_bytes;  // per four groups if exponents
   StoredScale stored;
-  int64_t tiles = 0;  // swizzled: side by side; the strides mean nothing
-  int64_t row = 0;    // swizzled: the first one's, in the tiles
+  int64_t tiles = 0;  // swizzled: tiles per row of tiles; the strides are ignored
+  int64_t row = 0;    // swizzled: row of the tiles that the first row uses
 
   ScaleRows from(int64_t rows) const {
     ScaleRows result = *this;
@@ -70,7 +71,7 @@ struct ScaleRows {
     }
     return result;
   }
-  // The scale of a group of the first row. Forced inline, because the row kernels use it: see
+  // Stores the scale of a group of the first row. Forced inline because the row kernels use it:
   // cpu/simd.h.
   ALLNORM_HD void put(int64_t group, float scale) const {
     if (tiles != 0) {
@@ -87,19 +88,18 @@ struct ScaleRows {
   }
 };
 
-// Float32 working memory for one row; grows, never shrinks.
+// Float32 working memory for one row; grows but never shrinks.
 class Scratch {
  public:
-  // z of a row, padded to a whole chunk of either element size, and the chunk sums, padded to a
-  // power of two: so many of its floats. A row as large as z follows:
-  // one that is worked on before it is normed.
+  // Floats for z of a row, padded to a whole chunk of either element size, and for the chunk sums,
+  // padded to a power of two. A second row follows: the input of the norm after step 1c or step 0.
   static int64_t norm_elems(int64_t hidden_size) {
     const int64_t padded = padded_elems(hidden_size);
     int64_t sums = 16;
     while (sums < padded / 128) sums *= 2;
     return padded + sums;
   }
-  // Null if no memory is left.
+  // Returns null if there is no memory.
   float* reserve(int64_t hidden_size);
 
  private:
@@ -111,7 +111,7 @@ class Scratch {
   int64_t hidden_size_ = 0;
 };
 
-// The part of a call that is the same for every row.
+// The arguments of a call that are the same for every row.
 struct RowOp {
   int dtype;         // AllnormDtype
   int weight_dtype;  // AllnormDtype
@@ -120,28 +120,29 @@ struct RowOp {
   float eps;
   float weight_bias;
   int64_t hidden_size;
-  const void* weight;  // null: the row is not normed behind the residual
+  const void* weight;  // null: no norm after the residual add
   float* scratch;      // Scratch::reserve(hidden_size)
   RowFormat format = RowFormat::kPlain;
-  // kE4m3 and kNvFp4 only:
+  // Only for kE4m3 and kNvFp4:
   int quant = 0;              // AllnormQuant
   int64_t group_size = 0;     // hidden_size unless PER_GROUP
   bool power_of_two = false;  // scales are rounded up to a power of two
-  float given_scale = 0.0f;   // PER_TENSOR; NVFP4: the global one
-  // Numerics step 1c; null and 1: nothing of it.
+  float given_scale = 0.0f;   // static scale of PER_TENSOR; global scale of NVFP4
+  // Numerics step 1c; null and 1: none.
   const void* post_weight = nullptr;
   int post_weight_dtype = 0;
   float post_eps = 0.0f;
   float post_weight_bias = 0.0f;
   float sum_scale = 1.0f;
-  // Of ALLNORM_ALL_REDUCE: the sources are float32, as ALLNORM_SUM_ROWS makes them.
+  // ALLNORM_ALL_REDUCE: whether the sources are float32 sums from ALLNORM_SUM_ROWS.
   bool of_sums = false;
 };
 
-// `out` of ALLNORM_SUM_ROWS is float32. With experts they are the only source, and not `out`.
-// residual.data may be null; residual_out is not touched by ALLNORM_ALL_REDUCE. `out` may be one of
-// the sources and `residual_out` may be `residual`, in both cases row for row. out.data may be null
-// if the row is quantized; quantized and scales are not touched unless it is.
+// The rows of one step. With experts they are the only source and must not be `out`; otherwise
+// `out` may be one of the sources, and `residual_out` may be `residual`, in both cases row by row.
+// residual.data may be null, and out.data too if the row is quantized. residual_out is unused by
+// ALLNORM_ALL_REDUCE, and quantized and scales unless the row is quantized. `out` of
+// ALLNORM_SUM_ROWS is float32.
 struct RowTask {
   const ConstRows* sources;
   int num_sources;
@@ -162,11 +163,11 @@ struct Isa {
   RowKernel run_rows;
 };
 
-// Every instruction set compiled in, best first; the last one is always available.
+// All compiled instruction sets, best first; the last one is always available.
 extern const Isa kIsas[];
 extern const int kNumIsas;
 
-// The best one this machine has; chosen once.
+// Returns the best instruction set of this machine; chosen once.
 const Isa& best_isa();
 
 }  // namespace allnorm

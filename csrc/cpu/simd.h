@@ -1,9 +1,8 @@
-// Vectors of float32 and the conversions to and from element types, for the instruction set that
-// the including file is compiled for. GCC vector extensions, so that the same lines serve every
-// machine.
+// Vectors of float32 and conversions from and to element types, for the instruction set of the
+// including file. They use GCC vector extensions, so the same code works on every machine.
 //
-// This header is compiled once per instruction set: everything in it is forced inline and lives in
-// namespace ALLNORM_ISA, or else the linker would keep one copy of a function, possibly one that
+// This header is compiled once per instruction set. Everything in it must be forced inline and in
+// namespace ALLNORM_ISA. Otherwise the linker would keep one copy of a function, possibly one that
 // the machine cannot run.
 #ifndef ALLNORM_CPU_SIMD_H_
 #define ALLNORM_CPU_SIMD_H_
@@ -22,7 +21,7 @@
 
 namespace allnorm::ALLNORM_ISA {
 
-// 128-bit lanes of a vector; shuffles within a lane are cheap on every machine.
+// 128-bit lanes per vector; shuffles within a lane are cheap on every machine.
 #if defined(__AVX512F__)
 constexpr int kLanes = 4;
 #elif defined(__AVX2__)
@@ -38,8 +37,8 @@ using U32 = uint32_t __attribute__((vector_size(4 * kWidth)));
 using U16 = uint16_t __attribute__((vector_size(2 * kWidth)));
 using U8 = uint8_t __attribute__((vector_size(kWidth)));
 
-// Subtracting 0.0 changes no bit, and GCC 12 takes it for the broadcast it is; filling the elements
-// one by one becomes as many masked moves.
+// Subtracting 0.0 changes no bit, and GCC 12 compiles it to a broadcast. Filling element by element
+// compiles to masked moves.
 ALLNORM_INLINE F32 broadcast(float value) { return value - F32{}; }
 
 ALLNORM_INLINE F32 fma(F32 a, F32 b, F32 c) {
@@ -73,13 +72,13 @@ ALLNORM_INLINE Vector exchange(Vector a) {
   return shuffle<Index>(a, a);
 }
 
-// Every NaN becomes 0x7fffffff, so that ranks and algorithms agree on payloads as well.
+// Replaces every NaN with 0x7fffffff, so that ranks and algorithms agree on payloads too.
 ALLNORM_INLINE F32 canonical_nan(F32 value) {
   const I32 bits = (I32)value;
   return (F32)(value != value ? I32{} + 0x7fffffff : bits);
 }
 
-// Conversions of whole vectors of integers, for which GCC 12 goes through halves or elements.
+// Conversions of integer vectors, which GCC 12 would do by halves or elements.
 ALLNORM_INLINE U32 widen(U16 value) {
 #if defined(__AVX512F__)
   return (U32)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)value);  // masked: see to_float16()
@@ -89,7 +88,7 @@ ALLNORM_INLINE U32 widen(U16 value) {
   return __builtin_convertvector(value, U32);
 #endif
 }
-// The lowest byte of every element.
+// Returns the lowest byte of every element.
 ALLNORM_INLINE U8 lowest_bytes(U32 value) {
 #if defined(__AVX512F__)
   return (U8)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)value);
@@ -110,9 +109,9 @@ ALLNORM_INLINE U8 lowest_bytes(U32 value) {
 
 // ---- elements <-> float32 -----------------------------------------------------------------------
 
-// 2 * kWidth consecutive elements as float32, in an order that depends on the element type:
-// bfloat16 puts the even ones into `a` and the odd ones into `b`, because a 32-bit word then splits
-// and merges without any shuffle; the others put the first half into `a`.
+// 2 * kWidth consecutive elements as float32, in an order that depends on the element type.
+// bfloat16 has the even ones in `a` and the odd ones in `b`, because a 32-bit word then splits and
+// merges without a shuffle. The others have the first half in `a`.
 struct Pair {
   F32 a, b;
 };
@@ -140,11 +139,11 @@ ALLNORM_INLINE void store_pair(float* to, Pair pair) {
 }
 
 // Conversions of an element type:
-//   load(p)          f of the 2 * kWidth elements at p
-//   round(v)         f(T(v)), NaNs canonical
-//   store(p, v)      T(v), for v that round() returned
-//   order(v)         v, loaded in natural order, in this type's order
-//   load_natural(p)  f of the kWidth elements at p, in natural order
+//   load(p)          the 2 * kWidth elements at p as float32
+//   round(v)         rounds to T; NaNs canonical
+//   store(p, v)      stores v, which round() returned
+//   order(v)         reorders v, loaded in natural order, to this type's order
+//   load_natural(p)  the kWidth elements at p as float32, in natural order
 template <class T>
 struct Elements;
 
@@ -170,7 +169,7 @@ struct Elements<Bfloat16> {
   static ALLNORM_INLINE F32 round(F32 value) {
     const U32 bits = (U32)value;
 #if defined(__AVX512F__)
-    // The same as below, in five instructions.
+    // The same as below in five instructions.
     const __m512i word = (__m512i)bits;
     const __mmask16 odd = _mm512_test_epi32_mask(word, _mm512_set1_epi32(0x10000));
     const __mmask16 number = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_ORD_Q);
@@ -204,7 +203,7 @@ struct Elements<Bfloat16> {
 
 ALLNORM_INLINE U16 to_float16(F32 value) {
 #if defined(__AVX512F__)
-  // The masked form, because GCC 12 warns about the undefined register inside the plain one.
+  // Masked, because GCC 12 warns about the undefined register in the plain form.
   return (U16)_mm512_maskz_cvtps_ph(0xffff, (__m512)value,
                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
@@ -255,7 +254,7 @@ ALLNORM_INLINE Pair round_to(Pair value) {
   return {Elements<T>::round(value.a), Elements<T>::round(value.b)};
 }
 
-// The end of a row, fewer elements than a pair: those from `count` on read as zero and are not
+// The end of a row, `count` elements and fewer than a pair: the others read as zero and are not
 // written.
 template <class T>
 ALLNORM_INLINE Pair load_partial(const typename T::Storage* from, int64_t count) {

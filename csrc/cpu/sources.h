@@ -1,6 +1,5 @@
-// Where a row comes from: the partials of all ranks, read where they lie, summed in rank order; a
-// partial itself, where it is a sum of experts' rows.
-// Compiled once per instruction set; see cpu/simd.h for what follows from that.
+// Sources of a row: the partials of all ranks, read in place and summed in rank order, or sums of
+// experts' rows. Compiled once per instruction set: cpu/simd.h.
 #ifndef ALLNORM_CPU_SOURCES_H_
 #define ALLNORM_CPU_SOURCES_H_
 
@@ -11,10 +10,10 @@
 
 namespace allnorm::ALLNORM_ISA {
 
-// Numerics step 1. kSources 0 means: num_sources of them.
+// Numerics step 1. kSources 0: num_sources of them.
 template <class T, int kSources, class Access>
 ALLNORM_INLINE Pair reduce(const RowPointers<T>& row, int num_sources, int64_t i, Access access) {
-  // Starts from f(x_0) and not from zero: -0.0 keeps its sign.
+  // Starts with the first source and not with zero, so that -0.0 keeps its sign.
   Pair sum = access.load(row.sources[0] + i);
   if constexpr (kSources == 2) {
     sum = sum + access.load(row.sources[1] + i);
@@ -34,7 +33,7 @@ static void sum_unrounded(const typename T::Storage* const* sources, int num_sou
   }
 }
 
-// ... and the sum over islands, rounded. `sums` are of one row; `scratch` holds one of float32.
+// Numerics step 1b for one row: the rounded sum over islands. `scratch` has a float32 row.
 template <class T>
 static void add_islands(const float* const* sums, int num_islands, int64_t hidden_size,
                         float* scratch, typename T::Storage* to) {
@@ -42,7 +41,7 @@ static void add_islands(const float* const* sums, int num_islands, int64_t hidde
   for (int64_t i = 0; i < hidden_size; ++i) to[i] = T::store(scratch[i]);
 }
 
-// The choices of a token that this rank has, in order.
+// The choices of a token that are on this rank, in order.
 template <class T>
 struct Choices {
   static constexpr int kMost = 16;
@@ -51,7 +50,7 @@ struct Choices {
   int count = 0;
   const typename T::Storage* shared;
 
-  // False: one of them is no row.
+  // Returns false if the row of a choice does not exist.
   ALLNORM_INLINE bool find(const ExpertRows& experts, int64_t token) {
     using Storage = typename T::Storage;
     shared = experts.shared.data == nullptr
@@ -96,7 +95,7 @@ ALLNORM_INLINE void sum_choices(const Choices<T>& choices, int64_t hidden_size,
   last.store(to + whole, sum_choices<T, kWeighted>(choices, whole, last));
 }
 
-// Numerics step 0: the partial of a token, NaN where a choice is no row.
+// Numerics step 0: the partial of a token; NaN if the row of a choice does not exist.
 template <class T>
 static void sum_experts(const ExpertRows& experts, int64_t token, int64_t hidden_size,
                         typename T::Storage* to) {

@@ -1,5 +1,5 @@
-// What the ranks do with the rows of one chunk, one function for each algorithm. The order in which
-// phases are written, published and read is the contract at the head of comm.cpp.
+// The transports: one function per algorithm processes the rows of one chunk. The contract at the
+// head of comm.cpp gives the order in which phases are written, published and read.
 #include <cstring>
 
 #include "abi/call.h"
@@ -11,7 +11,7 @@ namespace allnorm {
 namespace {
 
 void copy_rows(ConstRows from, Rows to, int64_t row_bytes, int64_t count) {
-  // The ranks may gather where their own rows already lie.
+  // Rows may be gathered in place.
   if (count == 0 || row_bytes == 0 || from.data == to.data) return;
   if (count == 1 || (from.stride_bytes == row_bytes && to.stride_bytes == row_bytes)) {
     std::memcpy(to.data, from.data, static_cast<size_t>(count * row_bytes));
@@ -31,7 +31,7 @@ CpuCommunicator::OwnedRows CpuCommunicator::owned_rows(const Chunk& chunk, int o
                      .residual_row = chunk.begin + slots.begin,
                      .count = slots.end - slots.begin};
   if (chunk.turns) {
-    // A chunk begins with a row of rank 0, so that each owner's rows in it are neighbors.
+    // A chunk begins with a row of rank 0, so each owner's rows in it are contiguous.
     const DealtRow first =
         dealt_row(chunk.begin + owner, chunk.call.num_tokens, config_.world_size);
     owned.row = first.row;
@@ -40,7 +40,7 @@ CpuCommunicator::OwnedRows CpuCommunicator::owned_rows(const Chunk& chunk, int o
   return owned;
 }
 
-// Puts this rank's partials of `count` rows into its phase.
+// Writes this rank's partials of `count` rows to its phase.
 void CpuCommunicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count) {
   const Rows to = {phase(config_.rank) + chunk.layout.partial(slot), chunk.layout.row_bytes};
   if (!sums_experts(chunk.call)) {
@@ -57,13 +57,13 @@ void CpuCommunicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int
                             .experts = expert_rows(chunk.call, row)});
 }
 
-// Where every rank's partials of rows from `row` on lie, in the chunk from `slot` on.
+// Finds every rank's partials of rows from `row` on, which are at `slot` in the chunk.
 void CpuCommunicator::find_partials(const Chunk& chunk, int64_t row, int64_t slot,
                                     ConstRows* sources) const {
   for (int rank = 0; rank < config_.world_size; ++rank) {
     sources[rank] = {phase(rank) + chunk.layout.partial(slot), chunk.layout.row_bytes};
   }
-  // Sums of experts' rows are made once, in the phase.
+  // Sums of experts' rows are computed only once, in the phase.
   if (!sums_experts(chunk.call)) sources[config_.rank] = x_rows(chunk.call, row);
 }
 
@@ -89,7 +89,7 @@ bool CpuCommunicator::one_shot(const Chunk& chunk) {
 bool CpuCommunicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
   announce(chunk.tag);
   for (int owner = 0; owner < config_.world_size; ++owner) {
-    // Its own partials a rank reads where they are, unless they are still to be made.
+    // A rank reads its own partials in place, unless they have yet to be computed.
     if (owner == config_.rank && !sums_experts(chunk.call)) continue;
     const OwnedRows rows = owned_rows(chunk, owner);
     copy_in(chunk, rows.row, rows.slot, rows.count);
@@ -119,8 +119,8 @@ bool CpuCommunicator::two_shot(const Chunk& chunk) {
                        .num_rows = own.count});
   publish(2);
 
-  // x of this chunk is not read any more, so `out` may overwrite it. Own rows first: the peers need
-  // the time to publish theirs.
+  // x of this chunk is not read any more, so `out` may overwrite it. Own rows first, while the
+  // peers publish theirs.
   for (int i = 0; i < config_.world_size; ++i) {
     const int owner = (config_.rank + i) % config_.world_size;
     const OwnedRows rows = owned_rows(chunk, owner);
@@ -151,7 +151,7 @@ bool CpuCommunicator::sharded(const Chunk& chunk) {
   return true;
 }
 
-// Before the exchange between islands: the sums of the rows that this rank owns, for it alone.
+// Before the exchange between islands: computes the sums of the rows that this rank owns.
 bool CpuCommunicator::sum_rows(const Chunk& chunk) {
   const OwnedRows own = owned_rows(chunk, config_.rank);
   ConstRows sources[kMaxWorldSize];
@@ -165,8 +165,8 @@ bool CpuCommunicator::sum_rows(const Chunk& chunk) {
   return true;
 }
 
-// After it: the sums of all islands, of the rows that this rank owns, become the reduced rows, and
-// then what they become in two_shot() and sharded().
+// After the exchange between islands: adds the sums of all islands for the rows that this rank
+// owns, and continues with the result as two_shot() or sharded() does.
 bool CpuCommunicator::island_sums(const Chunk& chunk) {
   const AllnormCall& call = chunk.call;
   const PullLayout& layout = chunk.layout;
@@ -178,7 +178,7 @@ bool CpuCommunicator::island_sums(const Chunk& chunk) {
     sums[island] = allnorm::island_sums(call, island, own.residual_row);
   }
   const bool finishes = is_sharded(call);
-  // Reduced rows that the peers do not read lie where partials would.
+  // Reduced rows that the peers do not read use the memory of partials.
   const Rows reduced = {phase + (finishes ? layout.partial(0) : layout.normed(0)),
                         layout.row_bytes};
   RowOp round = chunk.op;
@@ -196,7 +196,7 @@ bool CpuCommunicator::island_sums(const Chunk& chunk) {
 
   for (int i = 0; i < config_.world_size; ++i) {
     const int owner = (config_.rank + i) % config_.world_size;
-    // Step 2 of a peer is after its step 1, so that this is a wait for both.
+    // Step 2 of a peer follows its step 1, so this waits for both.
     if (owner != config_.rank && !wait(owner, 2, chunk.tag)) return false;
     if (finishes) {
       copy_out(chunk, owner);
@@ -213,7 +213,8 @@ bool CpuCommunicator::island_sums(const Chunk& chunk) {
   return true;
 }
 
-// Makes this rank's finished rows, which its peers read, of one source or of all ranks' partials.
+// Computes this rank's finished rows, which its peers read, from one source or from all ranks'
+// partials.
 void CpuCommunicator::finish(const Chunk& chunk, const OwnedRows& own, const ConstRows* sources,
                              int num_sources) {
   const PullLayout& layout = chunk.layout;

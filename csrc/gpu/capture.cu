@@ -88,7 +88,7 @@ cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaGraph_t graph;
 #if CUDART_VERSION >= 13000
-  const cudaGraphEdgeData* edges;  // required: without it, other than plain edges are an error
+  const cudaGraphEdgeData* edges;  // required: without it, any edge that is not plain is an error
   const cudaError_t error = cudaStreamGetCaptureInfo(
       stream, &status, &captured->id, &graph, &captured->nodes, &edges, &captured->num_nodes);
 #else

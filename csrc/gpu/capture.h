@@ -30,8 +30,8 @@ enum class Start {
 // Returns when the next launch on the stream should begin. CUDA does not report whether a kernel
 // triggers its dependents before it ends. Our kernels do (note_own_launch()), and kernels that were
 // launched as dependents usually do too: kLetIn after these. Other kernels never trigger
-// dependents, but in a graph the launch can begin while they run: kBegun. kLetIn also in an eager
-// call, unless exactly one kernel precedes, and if CUDA cannot be queried. Figures:
+// dependents, but in a graph the launch can begin while they run: kBegun. Also kLetIn in eager
+// calls, after anything but a single kernel, and if CUDA cannot be queried. Figures:
 // docs/engineering-log/2026-11-26-early-start.md
 //
 // kBegun is safe for these reasons. A kernel that is not a dependent began when all kernels before

@@ -6,7 +6,7 @@
 namespace allnorm {
 namespace {
 
-constexpr int kConstant = -1;  // the place of what is no tensor
+constexpr int kConstant = -1;  // the place of a value that is not a tensor
 
 struct Part {
   PyObject* attribute;
@@ -25,14 +25,14 @@ struct Keyword {
   std::vector<Kind> kinds;
 };
 
-// Never freed, as everything that they refer to.
+// Never freed, like everything that they refer to.
 std::vector<Keyword>* keywords = nullptr;
 PyObject* fallbacks[kMaxKeywords] = {};
 
 PyObject* kept(PyObject* object) { return Ref::borrowed(object).release(); }
 
-// Sets `place` to that of a tensor's name, or to kConstant for None. False with an error set if
-// there is no such tensor.
+// Sets `place` to the tensor of this name, or to kConstant for None. Returns false with an error
+// set if there is no such tensor.
 bool find_place(PyObject* name, int* place) {
   *place = kConstant;
   if (name == Py_None) return true;
@@ -86,9 +86,8 @@ bool read_keyword(PyObject* entry, std::vector<Keyword>& table) {
   return PyErr_Occurred() == nullptr;
 }
 
-// The number of a keyword, which is looked for from `first` on; the number of all if there is none
-// of this name. Names are interned, so that addresses tell them apart; others are found the slow
-// way.
+// Returns the index of a keyword, searching from `first` on; the number of keywords if it is
+// unknown. Names are interned, so comparing addresses usually suffices.
 std::size_t find_keyword(PyObject* name, std::size_t first) {
   const std::vector<Keyword>& all = *keywords;
   for (std::size_t i = first; i < all.size(); ++i) {
@@ -124,7 +123,7 @@ bool put_parts(const Kind& kind, PyObject* value, Arguments& arguments) {
   return true;
 }
 
-// Sorts one value for each keyword into tensors and constants.
+// Distributes one value per keyword to tensors and constants.
 bool sort(PyObject* const* values, Arguments& arguments) {
   std::fill_n(arguments.tensors, static_cast<int>(kNumTensors), Py_None);
   const std::vector<Keyword>& all = *keywords;

@@ -1,8 +1,8 @@
-// The arguments of a call: what its caller passed by keyword, as tensors and constants.
+// The arguments of a call, passed by keyword: tensors and constants.
 //
-// Which keywords there are, their defaults, and what lies in values that have parts, such as a
-// PostNorm, is a table that Python hands over: src/allnorm/core/call.py. Only the tensors are known
-// here by name, because each has a field of AllnormCall.
+// Python passes a table of the keywords, their defaults and the parts of values such as PostNorm:
+// src/allnorm/core/call.py. This library has names only for tensors, because each has a field in
+// AllnormCall.
 #ifndef ALLNORM_PYTHON_ARGUMENTS_H_
 #define ALLNORM_PYTHON_ARGUMENTS_H_
 
@@ -12,7 +12,7 @@
 
 namespace allnorm {
 
-// The tensors that a call may have. The last four are memory for results.
+// The tensors that a call may have. The last four are preallocated results.
 enum Tensor : int {
   kX,
   kResidual,
@@ -37,28 +37,29 @@ constexpr const char* kTensorNames[kNumTensors] = {
 constexpr int kMaxKeywords = 32;
 constexpr int kMaxConstants = 2 * kMaxKeywords;
 
-// A call's arguments. References are borrowed from the caller, but for those in `parts`.
+// The arguments of a call. References are borrowed from the caller, except those in `parts`.
 struct Arguments {
   PyObject* tensors[kNumTensors];  // None where the call has no such tensor
-  // Everything else, in the order of the table. Instead of a value that has parts: its type, then
-  // those of its parts that are no tensors.
+  // All other values, in the order of the table. A value with parts is replaced by its type and
+  // then by its parts that are not tensors.
   PyObject* constants[kMaxConstants];
   int num_constants = 0;
-  std::vector<Ref> parts;  // keeps what was read from values that have parts
+  std::vector<Ref> parts;  // owns what was read from values with parts
 };
 
-// Takes the table: a tuple with (name, default, tensor, kinds) for each keyword. `default`: a tuple
-// of one value, or () if the keyword is required. `tensor`: one of kTensorNames, or None for a
-// constant. `kinds`: a tuple with (type, parts) for each type whose values have parts; `parts`: a
-// tuple of (attribute, tensor), with `tensor` as before. Once per process, before calls are made.
-// False with an error set if the table does not fit this file.
+// Sets the table: a tuple of (name, default, tensor, kinds) per keyword. `default`: a tuple of one
+// value, or () if the keyword is required. `tensor`: one of kTensorNames, or None for a constant.
+// `kinds`: a tuple of (type, parts) per type whose values have parts. `parts`: a tuple of
+// (attribute, tensor), with `tensor` as above. Call it once per process, before any call. Returns
+// false with an error set if the table does not fit this file.
 bool use_keywords(PyObject* table);
 
-// Reads the arguments of a vectorcall. False if they do not fit the table; Python says why.
+// Reads the arguments of a vectorcall. Returns false if they do not fit the table; Python then
+// raises the error.
 bool read_call(PyObject* const* given, Py_ssize_t num_positional, PyObject* names,
                Arguments& arguments);
 
-// Reads a tuple with one value for each keyword. False as before.
+// Reads a tuple with one value per keyword. Returns false if it does not fit the table.
 bool read_values(PyObject* values, Arguments& arguments);
 
 }  // namespace allnorm

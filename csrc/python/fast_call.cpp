@@ -1,16 +1,15 @@
-// Repeated calls, made without Python: recognized by their arguments, their results allocated,
-// their addresses filled in, launched. Every other call goes to the Python function that this
-// stands in front of, which checks it and says what is wrong with it
-// (src/allnorm/core/dispatch.py).
+// Repeated calls without Python: this library recognizes them by their arguments, allocates their
+// results, fills in addresses and launches. All other calls go to the Python function that it
+// wraps, which checks them and raises errors (src/allnorm/core/dispatch.py).
 //
-// CPython's stable ABI only, so that one library serves every version from 3.11 on. It is loaded by
-// ctypes, not imported. What it knows of torch are callables that it is given.
+// It uses only CPython's stable ABI, so that one library works with every version from 3.11 on.
+// ctypes loads it. It calls torch through the callables that it is given.
 //
-// Threads: everything but the launch happens under the interpreter's lock. A callable may let
-// other threads run, which may remove a prepared call: one that is in use is kept by a reference of
-// its own. The communicator's lock is held for the launch, as in Python; a call that would have to
-// wait for it goes to Python, which knows whether this very thread holds it. Calls without a
-// communicator have no lock, each thread has a FastCall of its own.
+// Threads: everything but the launch runs under the interpreter lock. A callable may let other
+// threads run, which may remove a prepared call, so a call in use has its own reference. The
+// communicator's lock is held during the launch, as in Python. A call that would have to wait for
+// it goes to Python, which can tell whether this thread holds it. Calls without a communicator have
+// no lock, because each thread has its own FastCall.
 
 #include <algorithm>
 #include <cstdint>
@@ -26,48 +25,49 @@
 namespace allnorm {
 namespace {
 
-// How many calls are kept, the latest first. A model makes few kinds, and each costs a comparison.
+// Maximum of prepared calls, the latest first. A model makes few kinds of calls, and each costs a
+// comparison.
 constexpr std::size_t kMaxPrepared = 4;
 
-// How many streams are remembered, the latest last; a program uses few.
+// Maximum of known streams, the latest last. A program uses few.
 constexpr std::size_t kMaxStreams = 16;
 
-// What the calls of one communicator share, or the calls of one thread without a communicator.
+// State of the calls of one communicator, or of the calls of one thread without a communicator.
 struct FastCall {
   void* function;      // allnorm_run; without a communicator allnorm_local
   AllnormComm* comm;   // or NULL
   Ref missed;          // callable(**arguments): makes calls that are not recognized
-  Ref failed;          // callable(status, **arguments): raises what a launch ended with
-  Ref acquire;         // callable(blocking), of the communicator's lock; None without one
-  Ref let_go;          // callable(), of the same
-  Ref device;          // int, the communicator's device; None on CPU, as the next two are
+  Ref failed;          // callable(status, **arguments): raises the error of a launch
+  Ref acquire;         // callable(blocking) of the communicator's lock; None without one
+  Ref let_go;          // callable(): releases that lock
+  Ref device;          // int, the communicator's device; None on CPU, like the next two
   Ref current_device;  // callable(): int
-  Ref stream;          // callable(device): int, the current stream's handle
+  Ref stream;          // callable(device): int, handle of the current stream
   bool closed = false;
-  std::vector<void*> streams = {};  // on which a communicator's calls were made
-  unsigned long holder = 0;  // the thread that holds the lock for a launch from here; 0: none does
+  std::vector<void*> streams = {};  // streams of a communicator's earlier calls
+  unsigned long holder = 0;         // the thread that holds the lock for a launch; 0: none
   std::vector<std::shared_ptr<Prepared>> prepared = {};
 };
 
 constexpr const char* kFastCall = "allnorm.FastCall";
 constexpr const char* kPrepared = "allnorm.Prepared";
 
-// While anybody watches nothing is recognized, so that Python sees every call.
+// Nothing is recognized while there are watchers, so that Python sees every call.
 int watchers = 0;
 
-// The variables of torch.autograd.forward_ad, a dict that is never freed. Tangents do not show in
-// the dispatch keys of a tensor.
+// The variables of torch.autograd.forward_ad, a dict that is never freed. The dispatch keys of a
+// tensor do not show tangents.
 PyObject* forward_ad = nullptr;
 
-// Returns whether forward-mode differentiation is off. Python looks at the tensors where it is on.
+// Returns whether forward-mode differentiation is off. If it is on, Python examines the tensors.
 bool is_without_tangents() {
   static PyObject* const name = PyUnicode_InternFromString("_current_level");
-  static PyObject* const off = PyLong_FromLong(-1);  // a small int, of which there is one object
+  static PyObject* const off = PyLong_FromLong(-1);  // a small int is a unique object
   return forward_ad != nullptr && PyDict_GetItem(forward_ad, name) == off;
 }
 
-// Whether the current device is the communicator's; then `stream` is its current stream. False with
-// an error set if one was raised meanwhile.
+// Returns whether the current device is the communicator's, and sets `stream` to its current
+// stream. Returns false with an error set if one was raised.
 bool on_device(const FastCall& fast, void** stream) {
   const Ref current(PyObject_CallNoArgs(fast.current_device.get()));
   if (current && same(current.get(), fast.device.get())) {
@@ -78,8 +78,8 @@ bool on_device(const FastCall& fast, void** stream) {
   return false;
 }
 
-// Whether calls were made on `stream` before. The first one is Python's, which tells the library
-// what it should know of the stream.
+// Returns whether calls were made on `stream` before. Python makes the first one, because it
+// informs the library about the stream.
 bool knows(FastCall& fast, void* stream) {
   if (stream == nullptr || fast.comm == nullptr) return true;
   auto& streams = fast.streams;
@@ -89,8 +89,8 @@ bool knows(FastCall& fast, void* stream) {
   return false;
 }
 
-// What the call returns: a tuple, or the result if it is the only one. The addresses of those that
-// are made go into `call`. NULL with an error set.
+// Returns the results of the call: a tuple, or the only result. Writes the addresses of new results
+// to `call`. Returns NULL with an error set.
 PyObject* make_results(const Prepared& prepared, const Arguments& arguments, AllnormCall& call) {
   const std::size_t count = prepared.results.size();
   Ref all(count == 1 ? nullptr : PyTuple_New(static_cast<Py_ssize_t>(count)));
@@ -104,7 +104,7 @@ PyObject* make_results(const Prepared& prepared, const Arguments& arguments, All
       *address_in(call, place) = reinterpret_cast<void*>(address_of(tensor.get()));
       if (PyErr_Occurred()) return nullptr;
     } else {
-      tensor = Ref::borrowed(arguments.tensors[place]);  // given, or None
+      tensor = Ref::borrowed(arguments.tensors[place]);  // an argument, or None
     }
     if (count == 1) return tensor.release();
     if (PyTuple_SetItem(all.get(), index++, tensor.release()) < 0) return nullptr;
@@ -112,8 +112,8 @@ PyObject* make_results(const Prepared& prepared, const Arguments& arguments, All
   return all.release();
 }
 
-// The arguments of a call as its caller passed them: `names`, a tuple or NULL, are those of the
-// last ones.
+// The arguments of a call as its caller passed them. `names`: tuple of the names of the last
+// arguments, or NULL.
 struct Passed {
   PyObject* const* arguments;
   Py_ssize_t num_positional;
@@ -144,8 +144,8 @@ PyObject* call_python(const Ref& function, PyObject* first, const Passed& passed
   return PyObject_Call(function.get(), positional.get(), by_name.get());
 }
 
-// Makes a call in Python that this file does not make, and returns its results. An error that is
-// set, which a signal handler raised meanwhile, is raised after the call: the peers make it too.
+// Makes a call in Python and returns its results. If a signal handler has set an error, it is
+// raised after the call, because the peers make the call too.
 PyObject* make_in_python(const FastCall& fast, const Passed& passed) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
@@ -168,11 +168,11 @@ std::int32_t run(const FastCall& fast, const AllnormCall& call) {
   return status;
 }
 
-// What became of a launch.
+// The outcome of launch().
 enum class Launched { kYes, kNo, kError };
 
-// Launches under the communicator's lock. kNo: the communicator was closed meanwhile, or another
-// call holds the lock. kError: a Python error is set.
+// Launches under the communicator's lock. kNo: the communicator was closed meanwhile, or a
+// different call holds the lock. kError: a Python error is set.
 Launched launch(FastCall& fast, const AllnormCall& call, std::int32_t* status) {
   const bool locks = fast.acquire.get() != Py_None;
   if (locks) {
@@ -181,7 +181,7 @@ Launched launch(FastCall& fast, const AllnormCall& call, std::int32_t* status) {
     if (held.get() != Py_True) return Launched::kNo;
     fast.holder = PyThread_get_thread_ident();
   }
-  const bool open = !fast.closed;  // other threads ran while results were made
+  const bool open = !fast.closed;  // other threads ran while results were created
   if (open) *status = run(fast, call);
   if (locks) {
     fast.holder = 0;
@@ -190,8 +190,8 @@ Launched launch(FastCall& fast, const AllnormCall& call, std::int32_t* status) {
   return open ? Launched::kYes : Launched::kNo;
 }
 
-// The prepared call that serves these arguments, and the addresses of their tensors; it is moved to
-// the front. NULL if there is none; an error may be set then.
+// Finds the prepared call for these arguments and the addresses of their tensors, and moves it to
+// the front. Returns NULL if there is none; an error may be set.
 std::shared_ptr<Prepared> find(FastCall& fast, const Arguments& arguments,
                                std::uintptr_t* addresses) {
   if (fast.prepared.empty() || watchers != 0 || !is_without_tangents() ||
@@ -215,7 +215,7 @@ FastCall* fast_of(PyObject* capsule) {
   return static_cast<FastCall*>(PyCapsule_GetPointer(capsule, kFastCall));
 }
 
-// call(**arguments): the results of the call, or what it raises.
+// call(**arguments): returns the results of the call, or raises its error.
 PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t num_positional, PyObject* names) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
@@ -234,7 +234,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t num_positional
   }
   Ref results(make_results(*found, arguments, call));
   if (!results || !mark_overwritten(*found, arguments)) {
-    drop_error(PyExc_RuntimeError);  // out of memory: Python meets it again, and tells the peers
+    drop_error(PyExc_RuntimeError);  // out of memory: Python fails again and informs the peers
     drop_error(PyExc_MemoryError);
     return make_in_python(*fast, passed);
   }
@@ -252,7 +252,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t num_positional
   return code ? call_python(fast->failed, code.get(), passed) : nullptr;
 }
 
-// keep(prepared): recognizes this call from now on, instead of the one that was made longest ago.
+// keep(prepared): recognizes this call from now on, instead of the one used longest ago.
 PyObject* keep(PyObject* self, PyObject* capsule) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
@@ -261,7 +261,7 @@ PyObject* keep(PyObject* self, PyObject* capsule) {
   if (prepared == nullptr) return nullptr;
   std::erase(fast->prepared, *prepared);
   fast->prepared.insert(fast->prepared.begin(), *prepared);
-  std::shared_ptr<Prepared> oldest;  // freed when the list is in order again
+  std::shared_ptr<Prepared> oldest;  // freed after the list has been updated
   if (fast->prepared.size() > kMaxPrepared) {
     oldest = std::move(fast->prepared.back());
     fast->prepared.pop_back();
@@ -269,17 +269,17 @@ PyObject* keep(PyObject* self, PyObject* capsule) {
   return none();
 }
 
-// forget(): recognizes nothing that was kept until now.
+// forget(): drops all prepared calls.
 PyObject* forget(PyObject* self, PyObject*) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
-  // Freeing one may run any code, which must find the list in order.
+  // Freeing a call may run arbitrary code, which must find the list consistent.
   const std::vector<std::shared_ptr<Prepared>> freed = std::move(fast->prepared);
   fast->prepared.clear();
   return none();
 }
 
-// close(): launches nothing from now on, not even for a thread that is about to.
+// close(): launches nothing from now on, also in threads that are about to launch.
 PyObject* close(PyObject* self, PyObject* none_given) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
@@ -287,14 +287,14 @@ PyObject* close(PyObject* self, PyObject* none_given) {
   return forget(self, none_given);
 }
 
-// holder(): the thread whose launch is under way, as threading.get_ident() has it; 0 if there is
+// holder(): returns the thread of the current launch, as threading.get_ident() does; 0 if there is
 // none.
 PyObject* holder(PyObject* self, PyObject*) {
   FastCall* const fast = fast_of(self);
   return fast == nullptr ? nullptr : PyLong_FromUnsignedLong(fast->holder);
 }
 
-// Cast by way of void (*)(): the flag in the PyMethodDef says which signature it really has.
+// The cast goes through void (*)(); the flags of the PyMethodDef give the real signature.
 PyMethodDef call_method = {"call",
                            reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)),
                            METH_FASTCALL | METH_KEYWORDS, nullptr};
@@ -310,25 +310,25 @@ using namespace allnorm;
 
 extern "C" {
 
-// The ABI of the libraries whose calls it makes.
+// Returns the ABI version of the libraries that it calls.
 ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
-// Takes what calls need of torch. Once per process, before calls are kept.
-// `variables`: dict, of torch.autograd.forward_ad. The others are the classes of tensors.
+// Sets the objects of torch that calls need. Call it once per process, before keep(). `variables`:
+// dict of torch.autograd.forward_ad. The others are the classes of tensors.
 ALLNORM_API void allnorm_fast_call_use_tensors(PyObject* variables, PyObject* tensor,
                                                PyObject* parameter) {
   forward_ad = Ref::borrowed(variables).release();
   use_tensor(tensor, parameter);
 }
 
-// Takes the table of a call's keywords, as use_keywords() says: None, or NULL with an error set.
+// Sets the table of keywords: use_keywords(). Returns None, or NULL with an error set.
 ALLNORM_API PyObject* allnorm_fast_call_use_keywords(PyObject* table) {
   return use_keywords(table) ? none() : nullptr;
 }
 
-// The functions call, keep, forget, close and holder of a new FastCall.
+// Returns the functions call, keep, forget, close and holder of a new FastCall.
 ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject* missed,
                                             PyObject* failed, PyObject* acquire, PyObject* let_go,
                                             PyObject* device, PyObject* current_device,
@@ -347,7 +347,7 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
   const Ref capsule(
       PyCapsule_New(fast.get(), kFastCall, [](PyObject* self) { delete fast_of(self); }));
   if (!capsule) return nullptr;
-  fast.release();  // the capsule's now
+  fast.release();  // the capsule owns it
   PyMethodDef* const methods[] = {&call_method, &keep_method, &forget_method, &close_method,
                                   &holder_method};
   Ref functions(PyTuple_New(std::size(methods)));
@@ -362,8 +362,8 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
   return functions.release();
 }
 
-// A call for `keep`. `values`: tuple, one for each keyword. `results`: tuple of (place, callable or
-// None, its arguments). `given`, `aligns` and `spans` describe the tensors, as Operand does.
+// Returns a call for keep(). `values`: tuple, one per keyword. `results`: tuple of (place, callable
+// or None, its arguments). `given`, `aligns` and `spans` describe the tensors, as Operand does.
 ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
                                                 PyObject* grad_enabled, PyObject* overwrite,
                                                 PyObject* values, PyObject* results,

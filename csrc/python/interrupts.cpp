@@ -1,9 +1,9 @@
-// Signals while a thread waits in the library for a peer: Python's handlers run there, and what
-// they raise ends the wait.
+// Signals while a thread waits in the library for a peer: Python's handlers run, and an exception
+// ends the wait.
 //
-// Python's own handler of a signal only leaves a note, which nobody reads while the library waits.
-// A wait calls look() now and then, without the interpreter's lock; what a handler raised lies here
-// until the call has returned and its caller raises it.
+// Python's signal handler only sets a flag, which is not read while the library waits. A waiting
+// thread therefore calls look() regularly, without the interpreter lock. An exception of a handler
+// is stored here until the call has returned and its caller raises it.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,7 +15,7 @@
 namespace allnorm {
 namespace {
 
-// Of the main thread, which alone runs handlers; under the interpreter's lock.
+// The exception of the main thread, which alone runs handlers; used under the interpreter lock.
 PyObject *raised_type = nullptr, *raised = nullptr, *raised_trace = nullptr;
 
 int32_t look() {
@@ -32,10 +32,11 @@ int32_t look() {
 
 extern "C" {
 
-// What allnorm_set_interrupt() takes.
+// Returns the argument of allnorm_set_interrupt().
 ALLNORM_API void* allnorm_fast_call_look() { return reinterpret_cast<void*>(allnorm::look); }
 
-// Raises what a handler raised in a call of this thread that has returned; None if nothing.
+// Raises the exception of a handler in a call of this thread that has returned. Returns None if
+// there is none.
 ALLNORM_API PyObject* allnorm_fast_call_raise() {
   using namespace allnorm;
   if (raised_type == nullptr || syscall(SYS_gettid) != getpid()) return none();

@@ -16,34 +16,33 @@ bool same(PyObject* a, PyObject* b) {
 
 namespace {
 
-// The input that a result may overwrite.
+// Returns the input that a result may overwrite.
 Tensor input_of(int result) { return result == kOut ? kX : kResidual; }
 
-// Addresses below may be offsets into memory that was freed: src/allnorm/core/tensors.py.
+// Smaller addresses may be offsets into freed memory: src/allnorm/core/tensors.py.
 constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
 
-// What torch was asked for once: never freed. Calling a descriptor takes less time than looking up
-// the attribute of a tensor.
+// Objects of torch, looked up once and never freed. Calling a descriptor is faster than looking up
+// an attribute of a tensor.
 PyObject* tensor_type = nullptr;
 PyObject* parameter_type = nullptr;
 PyObject* is_nested = nullptr;
 descrgetfunc get_is_nested = nullptr;
 PyObject* data_ptr = nullptr;
 
-// Returns whether `object` is of a type whose values are the numbers in its memory.
+// Returns whether the values of `object` are the numbers in its memory, because of its type.
 bool is_tensor(PyObject* object) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   return type == tensor_type || type == parameter_type;
 }
 
-// Returns whether a tensor has strides; an error is set if there is no answer. A nested one has
-// none.
+// Returns whether a tensor has strides; a nested tensor has none. An error may be set.
 bool has_strides(PyObject* tensor) {
   const Ref nested(get_is_nested(is_nested, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor))));
   return nested.get() == Py_False;
 }
 
-// Whether a tensor's storage has an address; an error is set if there is no answer.
+// Returns whether a tensor's storage has an address. An error may be set.
 bool has_memory(PyObject* tensor) {
   static PyObject* const storage_name = PyUnicode_InternFromString("untyped_storage");
   static PyObject* const address_name = PyUnicode_InternFromString("data_ptr");
@@ -54,7 +53,7 @@ bool has_memory(PyObject* tensor) {
   return address && PyLong_AsVoidPtr(address.get()) != nullptr;
 }
 
-// Whether a result that was given shares memory with another tensor of the call, other than the
+// Returns whether a preallocated result shares memory with another tensor of the call, except the
 // input that it may overwrite.
 bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int result) {
   const Operand* const operands = prepared.operands;

@@ -1,4 +1,5 @@
-// References to Python objects, by CPython's stable ABI from 3.11 on: the only home of Python.h.
+// References to Python objects, with CPython's stable ABI from 3.11 on. Only this file includes
+// Python.h.
 #ifndef ALLNORM_PYTHON_REF_H_
 #define ALLNORM_PYTHON_REF_H_
 
@@ -10,9 +11,9 @@
 
 namespace allnorm {
 
-// A reference to a Python object, or to none. Counted by functions: the macros of a version's
-// headers count as that version does, and those of 3.11 would count down the None of 3.12, call by
-// call.
+// A reference to a Python object, or none. It counts with functions: the macros in a version's
+// headers count as that version does, and those of 3.11 would decrement the immortal None of 3.12
+// with every call.
 class Ref {
  public:
   Ref() = default;
@@ -35,7 +36,7 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// Clears the error that is set if it is of class `kind`.
+// Clears the current error if it has class `kind`.
 inline void drop_error(PyObject* kind) {
   if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(kind)) PyErr_Clear();
 }

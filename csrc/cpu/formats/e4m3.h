@@ -1,5 +1,5 @@
-// Numerics step 6 on vectors: a row of y, in its natural order, to e4m3 bytes and scales. Compiled
-// once per instruction set; see cpu/simd.h for what follows from that.
+// Numerics step 6 with vectors: quantizes a row of y to e4m3 elements and scales. Compiled once per
+// instruction set: cpu/simd.h.
 #ifndef ALLNORM_CPU_FORMATS_E4M3_H_
 #define ALLNORM_CPU_FORMATS_E4M3_H_
 
@@ -17,7 +17,7 @@ using I16 = int16_t __attribute__((vector_size(2 * kWidth)));
 
 // ---- The greatest magnitude ---------------------------------------------------------------------
 
-// Without their signs floats are ordered like integers, NaN above infinity.
+// Floats without signs have the order of integers, with NaN above infinity.
 template <class T>
 using MagnitudeVector = std::conditional_t<std::is_same_v<T, Float32>, I32, I16>;
 
@@ -34,7 +34,7 @@ ALLNORM_INLINE auto greatest_element(Vector a) {
   }
 }
 
-// magnitude() of f of the greatest of `count` elements.
+// Returns the magnitude() of the greatest of `count` elements.
 template <class T>
 ALLNORM_INLINE uint32_t greatest_magnitude(const typename T::Storage* y, int64_t count) {
   using Vector = MagnitudeVector<T>;
@@ -57,31 +57,31 @@ ALLNORM_INLINE uint32_t greatest_magnitude(const typename T::Storage* y, int64_t
 
 // ---- From quotients to bytes --------------------------------------------------------------------
 
-// The byte of e4m3fn(v), for |v| that rounds to at most 448, in the lowest byte of each element;
-// the others hold anything.
+// Returns e4m3fn(v) in the lowest byte of each element, for |v| that rounds to at most 448; the
+// other bytes are unspecified.
 ALLNORM_INLINE U32 round_to_e4m3(F32 v) {
   constexpr int32_t kLeastNormal = 0x3c800000;  // 2^-6
-  // The lowest byte of kAdjust - (kLeastNormal >> 20) is zero.
+  // Chosen so that the lowest byte of kAdjust - (kLeastNormal >> 20) is zero.
   constexpr int32_t kAdjust = 0x38;
   const I32 bits = (I32)v;
   const I32 exponent = greater(bits & 0x7f800000, I32{} + kLeastNormal);
-  // 2^20 times the power of two of v: in the sum the unit that v has in e4m3 is the last bit, so
-  // that the addition rounds as it should. It leaves 8 to 16 units there, fewer below 2^-6, and the
-  // exponent belongs above them.
+  // `shift` is 2^20 times the power of two of v. After the addition, the last bit of the
+  // significand is one e4m3 unit of v, so the addition rounds correctly. The sum has 8 to 16 units
+  // in its low bits, fewer below 2^-6; the exponent is added above them.
   const F32 shift = (F32)(exponent + ((20 << 23) + kAdjust));
   const U32 units = (U32)((F32)(bits & 0x7fffffff) + shift);
   return (units + ((U32)exponent >> 20)) | ((U32)bits >> 24 & 0x80u);
 }
 
-// Any v: beyond 448, infinite or NaN.
+// The same for any v, also above 448, infinite or NaN.
 ALLNORM_INLINE U32 clamp_to_e4m3(F32 v) {
   const I32 bits = (I32)v, size = bits & 0x7fffffff, most = I32{} + 0x43e00000;  // 448
   const F32 clamped = (F32)((size > most ? most : size) | (bits & INT32_MIN));
   return v != v ? U32{} + kNanE4m3 : round_to_e4m3(clamped);
 }
 
-// `kAny`: the quotients may be anything. The division is a division: on the machines with slow ones
-// six instructions that correct a product would be faster, on others slower.
+// `kAny`: quotients may have any value. This divides: replacing it by a corrected product, six
+// instructions, is faster only on machines with slow division.
 template <class T, bool kAny>
 ALLNORM_INLINE U8 quantize_vector(const typename T::Storage* y, F32 scale) {
   const F32 quotient = Elements<T>::load_natural(y) / scale;
@@ -109,9 +109,9 @@ void store_e4m3(const RowOp& op, const typename T::Storage* y, const RowPointers
   if (op.quant == ALLNORM_QUANT_PER_TENSOR) {
     return quantize_group<T, true>(y, op.hidden_size, op.given_scale, to);
   }
-  // First the scales of some groups, then their bytes: from a maximum to the first quotient it is
-  // 50 cycles, which those of several groups spend together. EPYC (Zen 5), avx512, 16x4096
-  // bfloat16 in groups of 128, the norm included: 1.02 us a row, and 1.25 us group by group.
+  // Computes the scales of several groups before their bytes, so that the latencies from a maximum
+  // to the first quotient, 50 cycles each, overlap. EPYC (Zen 5), avx512, 16x4096 bfloat16 in
+  // groups of 128: 1.02 us per row instead of 1.25 us.
   constexpr int64_t kBlockGroups = 32;
   float block[kBlockGroups];
   const int64_t size = op.group_size, groups = op.hidden_size / size;
@@ -120,7 +120,7 @@ void store_e4m3(const RowOp& op, const typename T::Storage* y, const RowPointers
     for (int64_t group = first; group < end; ++group) {
       const uint32_t amax = greatest_magnitude<T>(y + group * size, size);
       float scale = scale_of(amax, op.power_of_two);
-      // One NaN that all ranks and algorithms agree on.
+      // The same NaN on all ranks and for all algorithms.
       if (scale != scale) scale = bit_cast<float>(0x7fffffffu);
       block[group - first] = scale;
       row.scales.put(group, scale);

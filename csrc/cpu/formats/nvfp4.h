@@ -1,5 +1,5 @@
-// Numerics step 6 on vectors: a row of y, in its natural order, to e2m1 elements, two a byte, and
-// e4m3 scales. Compiled once per instruction set; see cpu/simd.h for what follows from that.
+// Numerics step 6 with vectors: quantizes a row of y to e2m1 elements, two per byte, and e4m3
+// scales. Compiled once per instruction set: cpu/simd.h.
 #ifndef ALLNORM_CPU_FORMATS_NVFP4_H_
 #define ALLNORM_CPU_FORMATS_NVFP4_H_
 
@@ -13,7 +13,7 @@
 
 namespace allnorm::ALLNORM_ISA {
 
-// to_e2m1() of each element, in its lowest byte; the others hold anything.
+// Returns to_e2m1() of each element in its lowest byte; the other bytes are unspecified.
 ALLNORM_INLINE U32 round_to_e2m1(F32 v) {
   constexpr int32_t kOne = 0x3f800000, kSix = 0x40c00000;
   const I32 bits = (I32)v, most = I32{} + kSix;
@@ -25,7 +25,7 @@ ALLNORM_INLINE U32 round_to_e2m1(F32 v) {
   return ((units + ((U32)exponent >> 22) + 2u) & 7u) | ((U32)bits >> 28 & 8u);
 }
 
-// Eight bytes of four bits each, the first in the lowest, as four bytes.
+// Packs eight bytes of four bits each into four bytes, the first in the lowest bits.
 ALLNORM_INLINE uint32_t halves_together(uint64_t bytes) {
   bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ffu;
   bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffffu;
@@ -41,7 +41,7 @@ void store_nvfp4(const RowOp& op, const typename T::Storage* y, const RowPointer
     const typename T::Storage* const from = y + group * kNvFp4GroupElems;
     const uint32_t amax = greatest_magnitude<T>(from, kNvFp4GroupElems);
     const NvFp4Scale scale = nvfp4_scale(amax, sixth, inverse);
-    // One NaN that all ranks and algorithms agree on.
+    // The same NaN on all ranks and for all algorithms.
     row.scales.put(group, scale.kept != 0 ? from_e4m3(scale.e4m3) : bit_cast<float>(0x7fffffffu));
     uint8_t codes[kNvFp4GroupElems];
     const F32 factor = broadcast(scale.factor);

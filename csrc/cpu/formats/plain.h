@@ -1,4 +1,4 @@
-// y is stored as it is: 16 or 32 bits an element, the dtype of x.
+// Stores y in the dtype of x: 16 or 32 bits per element.
 #ifndef ALLNORM_CPU_FORMATS_PLAIN_H_
 #define ALLNORM_CPU_FORMATS_PLAIN_H_
 
@@ -6,7 +6,7 @@
 
 namespace allnorm::ALLNORM_ISA {
 
-// It is in row.out.
+// Does nothing: y is already in row.out.
 template <class T>
 void store_plain(const RowOp&, const typename T::Storage*, const RowPointers<T>&) {}
 
