@@ -317,7 +317,7 @@ def keys(rank: int, world_size: int) -> None:
     assert isinstance(make(c), CustomGraphPass)
     from allnorm.compile import inductor
 
-    version, sources = inductor._fingerprint()
+    version, sources = inductor.fingerprint("allnorm.compile")
     assert version == allnorm.__version__
     assert make(c).uuid()[:2] == (version, sources)
     os.environ["ALLNORM_TIMEOUT_SECONDS"] = "77"

@@ -141,13 +141,13 @@ def test_what_an_action_raises_is_not_raised_by_the_import(package: str) -> None
 def test_seams_are_found_in_sources(
     package: str, name: str, parameters: tuple[str, ...], is_there: bool
 ) -> None:
-    seam = Seam(f"{package}.inner.work", name, "", parameters)
+    seam = Seam(f"{package}.inner.work", name, parameters)
     assert seams.missing((seam,)) == ([] if is_there else [str(seam)])
     assert f"{package}.inner.work" not in sys.modules
 
 
 def test_a_module_that_is_gone_is_a_missing_seam(package: str) -> None:
-    assert seams.missing((Seam(f"{package}.other", "start", ""),)) == [f"{package}.other.start"]
+    assert seams.missing((Seam(f"{package}.other", "start"),)) == [f"{package}.other.start"]
 
 
 def test_a_missing_seam_is_named_and_nothing_is_touched(
@@ -185,11 +185,11 @@ def test_an_option_says_what_it_costs(
     package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = f"{package}.inner.work"
-    here, gone = Seam(module, "start", ""), Seam(module, "gone", "")
-    field = Seam(module, "Worker.config", "")
+    here, gone = Seam(module, "start"), Seam(module, "gone")
+    field = Seam(module, "Worker.config")
     assert Option("a is not fused", (gone, here), (field,)).present() == [here]
-    lost = Option("b is not fused", (gone, Seam(module, "other", "")))
-    needy = Option("c is not fused", (here,), (field, Seam(module, "Worker.gone", "")))
+    lost = Option("b is not fused", (gone, Seam(module, "other")))
+    needy = Option("c is not fused", (here,), (field, Seam(module, "Worker.gone")))
     assert lost.present() == needy.present() == []
     acted: list[str] = []
     monkeypatch.setattr(seams, "missing", lambda these=(): _missing(these))

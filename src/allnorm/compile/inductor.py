@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import logging
 import pathlib
+import sys
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ def _pass_class() -> Any:
                 return None  # disables Inductor's caches
             from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-            traits = (*_fingerprint(), _settings(self.communicator))
+            traits = (*fingerprint("allnorm.compile"), _settings(self.communicator))
             mine = ""
             if self.communicator is not None:
                 mine = agreement.word(self.communicator, pathlib.Path(cache_dir()), traits)
@@ -122,11 +123,12 @@ def _pass_class() -> Any:
 
 
 @functools.cache
-def _fingerprint() -> tuple[str, str]:
-    """Returns the version and a hash of the sources: different sources may fuse differently."""
+def fingerprint(*packages: str) -> tuple[str, str]:
+    """Returns allnorm's version and a hash of the sources of some of its packages."""
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for package in packages:
+        for path in sorted(pathlib.Path(str(sys.modules[package].__file__)).parent.glob("*.py")):
+            digest.update(path.read_bytes())
     return __version__, digest.hexdigest()
 
 

@@ -1,8 +1,8 @@
 """The vLLM plugin: fuses reductions of tensor-parallel engines wherever allnorm is installed.
 
 vLLM calls `register()` in every process, through the entry point "allnorm" of the group
-`vllm.general_plugins`. It patches the places listed in `allnorm.integrations.vllm.seams`. Each
-patch is applied when vLLM imports the module, so that no module of vLLM is imported early.
+`vllm.general_plugins`. It patches vLLM at the seams in `allnorm.integrations.vllm.seams`. Each
+patch is applied after vLLM imports the module, so that no module of vLLM is imported early.
 
 docs/vllm.md lists what is fused, how to switch it off, and the log messages.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 
-from allnorm.integrations.vllm.log import LOGGER
-
+LOGGER = "vllm.allnorm"  # a child of vLLM's logger, so that its users see the messages
 _registered = False
 
 

@@ -19,8 +19,6 @@ _Helper = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def patch_helper(module: ModuleType, name: str, weight_bias: float) -> None:
     """Replaces a helper by one that fuses where it can. Idempotent.
 
-    Calls with unknown arguments run vLLM's own helper.
-
     Args:
         module: the module that defines the helper; other modules import it from there later.
         name: the name of the helper, `(hidden_states, residual, norm) -> (normed, residual)`.
@@ -38,7 +36,7 @@ def _fused(stock: _Helper, weight_bias: float) -> _Helper:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         communicator = engine.communicator_for_eager()
         mode = ""
-        if communicator is not None and not more and not named:
+        if communicator is not None and not more and not named:  # other arguments are unknown
             mode = _mode_if_known(hidden_states, residual, norm, weight_bias)
         if communicator is None or not mode:
             return stock(hidden_states, residual, norm, *more, **named)
@@ -58,12 +56,18 @@ def _fused(stock: _Helper, weight_bias: float) -> _Helper:
 def _mode_if_known(
     hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: Any, weight_bias: float
 ) -> str:
-    """Returns `_mode`; empty, with one warning, if vLLM's objects are not as expected.
+    """Returns the rounding mode of the norm; empty if allnorm does not compute such a norm.
 
-    Depends only on the model and its shapes, so it is equal on every rank.
+    Depends only on the model and its shapes, so it is equal on every rank. Logs one warning if
+    vLLM's objects are not as expected.
     """
     try:
-        return _mode(hidden_states, residual, norm, weight_bias)
+        if residual is None or not _can_fuse(hidden_states, residual, norm):
+            return ""
+        # Norms with a bias multiply by a float32 weight.
+        float32_weight = weight_bias != 0.0 or norm.weight.dtype == torch.float32
+        provider = _provider(hidden_states, residual, norm, float32_weight)
+        return mode_of(provider, float32_weight=float32_weight)
     except Exception as error:  # noqa: BLE001 - vLLM's own helper computes the norm then
         engine.STATE.announcer.warning(
             f"norms of class {type(norm).__name__} are not fused: {in_words(error)}"
@@ -71,26 +75,15 @@ def _mode_if_known(
         return ""
 
 
-def _mode(
-    hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: Any, weight_bias: float
-) -> str:
-    """Returns the rounding mode of the norm; empty if allnorm does not compute such a norm."""
-    if residual is None or residual.shape != hidden_states.shape:
-        return ""
-    if residual.dtype != hidden_states.dtype or hidden_states.stride(-1) != 1:
-        return ""
-    if getattr(norm, "variance_size_override", None) is not None:
-        return ""
-    if not getattr(norm, "has_weight", True):
-        return ""
-    if norm.weight.dtype not in (hidden_states.dtype, torch.float32):
-        return ""
-    if wants_gradient(hidden_states, residual, norm.weight):
-        return ""
-    # Norms with a bias multiply by a float32 weight.
-    float32_weight = weight_bias != 0.0 or norm.weight.dtype == torch.float32
-    return mode_of(
-        _provider(hidden_states, residual, norm, float32_weight), float32_weight=float32_weight
+def _can_fuse(hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any) -> bool:
+    return bool(
+        residual.shape == hidden_states.shape
+        and residual.dtype == hidden_states.dtype
+        and hidden_states.stride(-1) == 1
+        and getattr(norm, "variance_size_override", None) is None
+        and getattr(norm, "has_weight", True)
+        and norm.weight.dtype in (hidden_states.dtype, torch.float32)
+        and not wants_gradient(hidden_states, residual, norm.weight)
     )
 
 
@@ -101,7 +94,6 @@ def _provider(
     from vllm.ir.op import IrOp
 
     weight = norm.weight.float() if float32_weight else norm.weight
-    chosen = IrOp.registry["fused_add_rms_norm"].dispatch(
-        hidden_states, residual, weight, norm.variance_epsilon
-    )
+    operator = IrOp.registry["fused_add_rms_norm"]
+    chosen = operator.dispatch(hidden_states, residual, weight, norm.variance_epsilon)
     return str(chosen.provider)

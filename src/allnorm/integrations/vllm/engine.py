@@ -1,15 +1,13 @@
 """The plugin's state in a worker process: the communicator, or why there is none, and the reports.
 
-All ranks of a tensor-parallel group decide alike: by the engine's configuration, which is equal in
-all workers, by the agreement in `engine_communicator`, and for each graph by a verdict of all ranks
-that compile it. Nothing raises into the engine.
+All ranks of a tensor-parallel group decide alike. The engine's configuration is equal in all
+workers, `engine_communicator` compares the ranks' obstacles, and for each graph there is a verdict
+of all ranks that compile it. Nothing raises into the engine.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
-import hashlib
 import importlib
 import logging
 import pathlib
@@ -21,6 +19,7 @@ import torch
 import allnorm
 import allnorm.compile
 from allnorm.compile import FusionReport
+from allnorm.compile.inductor import fingerprint
 from allnorm.core.verdicts import Verdicts
 from allnorm.integrations.engines import (
     Announcer,
@@ -30,8 +29,7 @@ from allnorm.integrations.engines import (
     in_words,
     open_verdicts,
 )
-from allnorm.integrations.vllm import generation, switch
-from allnorm.integrations.vllm.log import LOGGER
+from allnorm.integrations.vllm import LOGGER, generation, switch
 
 
 @dataclass
@@ -42,10 +40,10 @@ class State:
         vllm_config: the engine's configuration; None outside workers.
         outcome: the ranks' decision; None until they decided.
         verdicts: the means by which they decide on each graph; None without a communicator.
-        word: the id of the generation of compiled code, equal on all ranks.
+        word: a part of the cache keys, equal on all ranks: see `generation`.
         place: the file that stores the word; None on ranks that do not store it.
         graphs: number of graphs that the pass received.
-        reports: reports of the graphs that were not left unfused by a verdict.
+        reports: reports of all graphs except those that a verdict left unfused.
         unfused: reasons why graphs run unfused on all ranks.
         broken: which patch failed, if this rank must not fuse because of that.
         announcer: logs messages.
@@ -69,8 +67,8 @@ STATE = State()
 def start(vllm_config: Any) -> None:
     """Stores the configuration; makes the communicator if compiled graphs will use it. Collective.
 
-    Every worker calls it once the groups exist, before the model is loaded, compiled or captured,
-    even if its code comes from a cache. Never raises.
+    Every worker calls this after the groups exist and before the model is loaded, even if its
+    compiled code comes from a cache. Never raises.
     """
     STATE.vllm_config = vllm_config
     STATE.outcome = STATE.verdicts = STATE.place = None
@@ -112,7 +110,7 @@ def communicator() -> allnorm.Communicator | None:
 
 
 def _give_up(error: Exception) -> None:
-    """Handles an unexpected error: this rank's engine continues without fused calls."""
+    """Closes the communicator after an unexpected error; the engine continues without it."""
     ending = communicator()
     STATE.outcome = Outcome(None, in_words(error))
     if ending is not None:
@@ -124,10 +122,9 @@ def _agree() -> None:
     """Asks all ranks of the tensor-parallel group whether to fuse; makes the communicator."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    group = get_tp_group()
-    sizes, obstacle = _Sizes(), STATE.broken
+    group, sizes = get_tp_group(), _Sizes()
     # An error of this rank alone must become an obstacle, because its peers wait for its answer.
-    obstacle = obstacle or attempt(lambda: sizes.read(STATE.vllm_config, group))
+    obstacle = STATE.broken or attempt(lambda: sizes.read(STATE.vllm_config, group))
     STATE.outcome = engine_communicator(
         group.device_group,
         torch.device(group.device),
@@ -137,7 +134,7 @@ def _agree() -> None:
         obstacle=obstacle,
     )
     if STATE.outcome.communicator is not None:
-        atexit.register(_stop)  # closes it while the modules needed for that exist
+        atexit.register(_stop)  # before Python unloads the modules that closing needs
         mine = "" if sizes.place is None else generation.take(sizes.place)
         STATE.verdicts, reason, STATE.word = open_verdicts(group.device_group, mine)
         STATE.place = sizes.place
@@ -150,7 +147,7 @@ def _agree() -> None:
 
 @dataclass
 class _Sizes:
-    """Arguments of the communicator, from the engine, and the file with rank 0's word."""
+    """The communicator's arguments, and on rank 0 the file with the word."""
 
     hidden_size: int = 0
     max_tokens: int = 0
@@ -166,7 +163,7 @@ class _Sizes:
             self.place = generation.place_of(config, group)
         if compiles(config):
             importlib.import_module("allnorm.integrations.vllm.graph_pass")
-            _sources()  # read now, because caches need it later, where nothing may fail
+            fingerprint(*_PACKAGES)  # now: an error would be fatal when vLLM reads the cache key
         return switch.obstacle(config)
 
 
@@ -177,7 +174,7 @@ def _stop() -> None:
 
 
 def logs_for_group() -> bool:
-    """Returns whether this rank logs the messages of its tensor-parallel group."""
+    """Returns whether this is the rank that logs the messages of its tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().rank_in_group) == 0
@@ -196,16 +193,17 @@ def runs_unfused(reason: str) -> None:
 
 
 def ready() -> None:
-    """Logs one line with the engine's fused sites, once it is ready. Never raises."""
+    """Logs one line about the fused sites when the engine is ready. Never raises."""
     try:
         mine = communicator()
         if mine is None or not logs_for_group():
             return
         if not STATE.unfused and STATE.place is not None:
-            reason = attempt(_keep_word)
-            if reason:
+            try:
+                generation.put_back(STATE.place, STATE.word)
+            except OSError as error:
                 STATE.announcer.info(
-                    f"the next start of this engine compiles everything again: {reason}"
+                    "the next start of this engine compiles everything again: " + in_words(error)
                 )
         fused, text = summary(mine.world_size)
         (STATE.announcer.info if fused else STATE.announcer.warning)(text)
@@ -213,14 +211,8 @@ def ready() -> None:
         STATE.announcer.warning(f"cannot list the fused sites: {in_words(error)}")
 
 
-def _keep_word() -> str:
-    if STATE.place is not None:
-        generation.put_back(STATE.place, STATE.word)
-    return ""
-
-
 def summary(world: int) -> tuple[bool, str]:
-    """Returns whether anything is known to be fused, and the log line with the fused sites."""
+    """Returns False if nothing is fused in the compiled graphs, and the line to log."""
     if not compiles(STATE.vllm_config):
         return True, f"norms of an eager model are fused over {world} ranks"
     if STATE.graphs == 0:
@@ -247,7 +239,7 @@ def summary(world: int) -> tuple[bool, str]:
     return bool(fused), text
 
 
-# ---- caches --------------------------------------------------------------------------------------
+_PACKAGES = ("allnorm.compile", "allnorm.integrations.vllm")
 
 
 def key() -> str:
@@ -256,13 +248,4 @@ def key() -> str:
     if mine is None:
         return f"allnorm {allnorm.__version__} off"
     traits = (mine.name, mine.world_size, mine.device.type, STATE.word)
-    return f"allnorm {allnorm.__version__} {_sources()} {traits}"
-
-
-@functools.cache
-def _sources() -> str:
-    digest = hashlib.sha256()
-    for module in (allnorm.compile, allnorm.integrations.vllm):
-        for path in sorted(pathlib.Path(str(module.__file__)).parent.glob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return f"allnorm {' '.join(fingerprint(*_PACKAGES))} {traits}"

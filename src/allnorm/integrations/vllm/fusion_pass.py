@@ -20,7 +20,7 @@ def patch_pass_manager(module: ModuleType) -> None:
 
 
 class _Choice:
-    """A factory of the pass: vLLM's own if allnorm cannot fuse and vLLM would, else allnorm's."""
+    """A factory of passes: vLLM's own if allnorm cannot fuse and vLLM would, else allnorm's."""
 
     def __init__(self, stock: Callable[[Any], Any]) -> None:
         self.stock = stock
@@ -28,15 +28,12 @@ class _Choice:
     def __call__(self, vllm_config: Any) -> Any:
         try:
             if engine.communicator() is not None or not switch.stock_default(vllm_config):
-                return self._own(vllm_config)
+                # If there is a communicator, every rank has imported this before the agreement.
+                from allnorm.integrations.vllm.graph_pass import AllnormFusionPass
+
+                return AllnormFusionPass(vllm_config)
         except Exception as error:  # noqa: BLE001 - the engine continues with its own pass
             engine.STATE.announcer.warning(
                 f"graphs are fused by vLLM's own pass, {NAME}: {in_words(error)}"
             )
         return self.stock(vllm_config)
-
-    def _own(self, vllm_config: Any) -> Any:
-        # With a communicator, all ranks have imported this module before they agreed.
-        from allnorm.integrations.vllm.graph_pass import AllnormFusionPass
-
-        return AllnormFusionPass(vllm_config)

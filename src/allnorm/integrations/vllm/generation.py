@@ -1,11 +1,10 @@
-"""Decides which compiled code of earlier starts is reused: that of starts that were successful.
+"""Reuses compiled code only of earlier starts in which all ranks succeeded.
 
 vLLM keeps a compile cache per rank. If a rank of an earlier start was interrupted, or a verdict
-left a graph unfused, the cached code of different ranks may not fit together. Therefore a word is
-part of the cache keys. One rank of the group stores the word in a file once the engine is ready and
-no verdict left a graph unfused. Each start removes the word and stores it again when it succeeds,
-so code of an interrupted start is never reused. Without a word, all ranks compile everything with a
-new one.
+left a graph unfused, the cached code of different ranks may not fit together. Therefore the cache
+keys contain a random word. One rank of the group stores the word in a file once the engine is ready
+and no verdict left a graph unfused. Each start removes the file and writes it again when the start
+succeeds. Without a file, all ranks use a new word and compile everything again.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ def take(place: pathlib.Path) -> str:
 
 
 def put_back(place: pathlib.Path, word: str) -> None:
-    """Stores the word.
-
-    Raises:
-        OSError: it cannot be written; the next start compiles everything again.
-    """
+    """Stores the word for the next start. Raises OSError if the file cannot be written."""
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(word, encoding="ascii")

@@ -1,4 +1,4 @@
-"""allnorm's pass for vLLM's pass manager. Imports vLLM, so only import it where vLLM runs."""
+"""Fuses the graphs that vLLM compiles. Imports vLLM, so only import this where vLLM runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _OPERATOR = "vllm::all_reduce"
 
 
 class AllnormFusionPass(VllmInductorPass):
-    """Fuses the reductions over the tensor-parallel group, for every batch size.
+    """A pass that fuses the reductions over the tensor-parallel group, for every batch size.
 
-    Without a communicator it does nothing. The communicator is no attribute of the pass, because
-    Inductor copies its passes.
+    The communicator is not an attribute of the pass, because Inductor copies its passes.
     """
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
-        """Returns whether it runs for batches of these sizes."""
+        """Returns whether there is a communicator; batch sizes do not matter."""
         return engine.communicator() is not None
 
     @VllmInductorPass.time_and_log
@@ -39,7 +38,7 @@ class AllnormFusionPass(VllmInductorPass):
         Collective among these ranks. Waits for a limited time: see `allnorm.core.verdicts`.
 
         Raises:
-            AllnormError: this rank cannot fuse the graph, but peers already have.
+            AllnormError: this rank cannot fuse the graph, but its peers have fused it already.
         """
         communicator, verdicts = engine.communicator(), engine.STATE.verdicts
         if communicator is None or verdicts is None:
@@ -50,10 +49,12 @@ class AllnormFusionPass(VllmInductorPass):
         try:
             saved = _append(fx.Graph(), graph)
             report = _fuse(graph, communicator)
-            answer = Answer(result=_in_words(report))
-        except Exception as error:  # noqa: BLE001 - told to all ranks, so that no rank fuses
+            # All that must be equal on all ranks in the fused calls.
+            made = "; ".join(f"{site.numerics} {site.quant}" for site in report.sites)
+            answer = Answer(result=made)
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, so that no rank fuses
             answer = Answer(obstacle=in_words(error))
-        # Without reductions, ranks need not decide alike, and there is no call to wait in.
+        # A graph without reductions makes no fused call, so ranks may handle it differently.
         reason = verdicts.decide(reductions, answer) if reductions else answer.obstacle
         if reason:
             if saved is not None:
@@ -65,9 +66,10 @@ class AllnormFusionPass(VllmInductorPass):
             engine.STATE.reports.append(report)
 
     def uuid(self) -> str:
-        """Returns the cache key for Inductor, different per rank.
+        """Returns the cache key for Inductor.
 
-        A rank that used a peer's cached code would not take part in the verdict.
+        It differs per rank: a rank that used a peer's cached code would not take part in the
+        verdict.
         """
         return f"{engine.key()} rank {get_tp_group().rank_in_group}"
 
@@ -75,7 +77,7 @@ class AllnormFusionPass(VllmInductorPass):
 def _fuse(graph: fx.Graph, communicator: allnorm.Communicator) -> FusionReport:
     module = graph.owning_module
     if module is None:
-        raise UnsupportedError("the graph belongs to no module")
+        raise UnsupportedError("the graph does not belong to a module")
     with decides_elsewhere():
         return allnorm.compile.fuse(
             module,
@@ -93,20 +95,16 @@ def _reductions(graph: fx.Graph) -> str:
 
     Other parts may differ between ranks: constants do, and only one rank may add a bias.
     """
+
+    def described(value: Any) -> str:
+        if not isinstance(value, torch.Tensor):
+            return "a sum"
+        sizes = [size if isinstance(size, int) else "any" for size in value.shape]
+        return f"{value.dtype} {sizes}"
+
     name = _OPERATOR.replace("::", ".") + "."
     found = [node for node in graph.nodes if f"{node.target}.".startswith(name)]
-    values = [node.meta.get("val") for node in found]
-    return "; ".join(
-        f"{value.dtype} {[size if isinstance(size, int) else 'any' for size in value.shape]}"
-        if isinstance(value, torch.Tensor)
-        else "a sum"
-        for value in values
-    )
-
-
-def _in_words(report: FusionReport) -> str:
-    """Returns a text of all that must be equal on all ranks in the fused calls."""
-    return "; ".join(f"{site.numerics} {site.quant}" for site in report.sites)
+    return "; ".join(described(node.meta.get("val")) for node in found)
 
 
 def _append(graph: fx.Graph, other: fx.Graph) -> fx.Graph:

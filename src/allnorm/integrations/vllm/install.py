@@ -1,4 +1,4 @@
-"""Puts allnorm at vLLM's seams."""
+"""Patches vLLM at its seams."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from types import ModuleType
 from typing import Any
 
 from allnorm.integrations.engines import Announcer, in_words
-from allnorm.integrations.vllm import eager, engine, fusion_pass, seams, switch
+from allnorm.integrations.vllm import LOGGER, eager, engine, fusion_pass, seams, switch
 from allnorm.integrations.vllm.late import when_imported
-from allnorm.integrations.vllm.log import LOGGER
 
 
 def install() -> None:
-    """Schedules a patch of each seam for when vLLM imports it, or logs what vLLM lacks."""
+    """Patches each seam after vLLM imports it. If vLLM lacks required seams, logs their names."""
     missing = seams.missing()
-    first = multiprocessing.parent_process() is None  # workers do not log the same again
+    first = multiprocessing.parent_process() is None  # workers do not repeat the messages
     if missing:
         if first:
             _log.warning(
@@ -38,9 +37,8 @@ def install() -> None:
         when_imported(name, action, _without("nothing is fused", needed=name))
     for option in seams.HELPERS:
         for seam in option.present():
-            action = functools.partial(
-                eager.patch_helper, name=seam.name, weight_bias=option.weight_bias
-            )
+            patch = functools.partial(eager.patch_helper, name=seam.name)
+            action = functools.partial(patch, weight_bias=option.weight_bias)
             when_imported(seam.module, action, _without(option.unfused))
 
 
@@ -55,8 +53,8 @@ def _without(unfused: str, needed: str = "") -> Callable[[Exception], None]:
     """Returns a handler for a patch that fails: it logs the error, and the engine continues.
 
     Args:
-        unfused: text for the log, what is not fused without the patch.
-        needed: the module, if this rank and so its group must not fuse without the patch.
+        unfused: text for the log that names what is not fused without the patch.
+        needed: the module's name, if no rank of the group may fuse without the patch.
     """
 
     def failed(error: Exception) -> None:

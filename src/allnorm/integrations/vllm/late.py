@@ -1,7 +1,7 @@
 """Runs actions when a module is imported later.
 
-An exception in an action would be raised by the engine's import statement. It is passed to a
-handler instead.
+If an action raised an exception, the engine's import statement would raise it. Exceptions are
+passed to a handler instead.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 Action = Callable[[ModuleType], None]
-Failed = Callable[[Exception], None]
 
 
-def when_imported(name: str, action: Action, failed: Failed) -> None:
+def when_imported(name: str, action: Action, failed: Callable[[Exception], None]) -> None:
     """Calls `action` with a module after its import; immediately if it is imported already.
 
     Args:
         name: the name of the module.
-        action: called with the module.
+        action: the function to call with the module.
         failed: called with the exception if `action` raises one.
     """
 
@@ -43,7 +41,7 @@ def when_imported(name: str, action: Action, failed: Failed) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A meta path finder: finds modules by the other finders, and wraps their loaders."""
+    """A meta path finder that lets the other finders find a module, and wraps its loader."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}
@@ -59,30 +57,21 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             self._searching.discard(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        spec.loader = _Loader(spec.loader, self.actions.pop(fullname))
+        if spec is not None and spec.loader is not None:
+            _follow(spec.loader, self.actions.pop(fullname))
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, actions: list[Action]) -> None:
-        self._loader = loader
-        self._actions = actions
+def _follow(loader: importlib.abc.Loader, actions: list[Action]) -> None:
+    """Makes a loader call the actions the next time that it executes a module."""
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        if (
-            module.__spec__ is not None
-        ):  # restores the original loader, which other code may inspect
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        for action in self._actions:
+    def exec_module(module: ModuleType) -> None:
+        del loader.__dict__["exec_module"]  # other code may inspect the loader
+        loader.exec_module(module)
+        for action in actions:
             action(module)
+
+    loader.__dict__["exec_module"] = exec_module
 
 
 _finder = _Finder()

@@ -1,13 +1,12 @@
 """Decompositions of vLLM's norm operators, for the graph pass.
 
-A norm is an operator of vLLM's intermediate representation until it is lowered to one of several
-implementations, which round differently. "native" is a PyTorch function, which is traced. The
-kernels of vLLM's C extension round the sum and multiply by the weight in float32. Norms with other
-implementations are not fused.
+vLLM lowers a norm operator to one of several implementations, which round differently. "native" is
+a PyTorch function, which is traced. The kernels of vLLM's C extension round the sum and multiply by
+the weight in float32. Norms with other implementations are not fused.
 
 Inductor computes a kernel in float32 from its loads to its stores. Unless `emulate_precision_casts`
-is set, compiled code therefore lacks the native function's rounding before the weight.
-benchmarks/engines/vllm_rounding.py measures this; docs/engineering-log has the figures.
+is set, compiled code therefore lacks the native function's rounding before the weight, as
+benchmarks/engines/vllm_rounding.py measures.
 """
 
 from __future__ import annotations
@@ -27,15 +26,12 @@ def decompositions() -> dict[str, Callable[..., Any]]:
         from vllm.ir.op import IrOp
     except ImportError:
         return {}
-    return {
-        f"vllm_ir::{name}": _Lowered(IrOp.registry[name])
-        for name in _NAMES
-        if name in IrOp.registry
-    }
+    known = [name for name in _NAMES if name in IrOp.registry]
+    return {f"vllm_ir::{name}": _Lowered(IrOp.registry[name]) for name in known}
 
 
 class _Lowered:
-    """A decomposition of an operator: the implementation that it will be lowered to."""
+    """A decomposition of an operator: calls the implementation that vLLM will lower it to."""
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -52,7 +48,7 @@ class _Lowered:
 def _as_compiled(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns arguments with which the native function rounds as its compiled version does.
 
-    With a float32 weight it multiplies in float32 and rounds once.
+    With a float32 weight, the function multiplies in float32 and rounds once.
     """
     from torch._inductor import config
 

@@ -1,15 +1,15 @@
 """Decompositions of vLLM's quantization kernels, for the graph pass.
 
-With the custom operator `quant_fp8` enabled, each quantization is a mutating operator of the C
-extension inside `auto_functionalized`; the functions here return what it stores. With `quant_fp8`
-disabled, the graph contains the quantization as PyTorch operators, which the pass evaluates.
+If the custom operator `quant_fp8` is enabled, each quantization is a mutating operator of the C
+extension inside `auto_functionalized`. The functions here return what the operator stores. If
+`quant_fp8` is disabled, the graph contains PyTorch operators, which the pass evaluates.
 
 vLLM quantizes groups with the same operations as allnorm. With a static scale it multiplies by the
 reciprocal, and per-token scales are at least 1 / (448 * 512). These two need `approximate_quant`,
-whose documentation has the bounds of the differences.
+which documents the differences.
 
-NVFP4 and MXFP8 are always operators, fused with tiled scales (MXFP8) or either layout (NVFP4).
-vLLM's NVFP4 multiplies by an approximate reciprocal, so rare scales are the adjacent number.
+NVFP4 and MXFP8 are always operators. MXFP8 is fused with tiled scales, NVFP4 with both layouts.
+vLLM's NVFP4 multiplies by an approximate reciprocal, so a few scales are the adjacent number.
 """
 
 from __future__ import annotations

@@ -23,14 +23,12 @@ class Seam:
         name: the name of a function, class, method ("Class.method") or field ("Class.field":
             declared in the class, or assigned to `self` in its constructor), or of anything that is
             assigned or imported at the module's top level.
-        use: what the plugin does with it.
         parameters: the first parameters of a function, without `self`; all later parameters must
             have defaults.
     """
 
     module: str
     name: str
-    use: str
     parameters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -43,7 +41,7 @@ class Option:
     """Alternative seams, at least one of which vLLM must have for one kind of norm to be fused.
 
     Attributes:
-        unfused: text for the log, what is not fused without any of them.
+        unfused: text for the log that names what is not fused without them.
         alternatives: one seam per generation of vLLM.
         needs: seams that every alternative also needs.
         weight_bias: for helpers of eager models, the number that the norm adds to the weight.
@@ -55,7 +53,7 @@ class Option:
     weight_bias: float = 0.0
 
     def present(self) -> list[Seam]:
-        """Returns the alternatives that the installed vLLM has; empty if it lacks their needs."""
+        """Returns the alternatives that the installed vLLM has; empty if it lacks `needs`."""
         if missing(self.needs):
             return []
         return [seam for seam in self.alternatives if _exists(seam)]
@@ -65,8 +63,8 @@ class Option:
         return ", ".join(gone) or " or ".join(map(str, self.alternatives))
 
 
-def _fields(module: str, owner: str, use: str, *names: str) -> tuple[Seam, ...]:
-    return tuple(Seam(module, f"{owner}.{name}", use) for name in names)
+def _fields(module: str, owner: str, *names: str) -> tuple[Seam, ...]:
+    return tuple(Seam(module, f"{owner}.{name}") for name in names)
 
 
 CONFIG = "vllm.config.vllm"
@@ -85,65 +83,52 @@ _HELPED = ("hidden_states", "residual", "norm")
 
 # If one of these is missing, nothing is fused.
 REQUIRED = (
-    Seam(CONFIG, "OPTIMIZATION_LEVEL_TO_CONFIG", "sets the default of fuse_allreduce_rms"),
-    Seam(PASS_CONFIG, "PassConfig.compute_hash", "tells compile caches of allnorm"),
-    Seam(PASS_MANAGER, "AllReduceFusionPass", "is replaced by allnorm's pass"),
-    Seam("vllm.compilation.passes.vllm_inductor_pass", "VllmInductorPass", "its base class"),
-    Seam(_PARALLEL_STATE, "get_tp_group", "the group that is fused"),
-    Seam(_PARALLEL_STATE, "all_reduce", "the operator", ("tensor", "group_name")),
-    Seam(
-        WORKER,
-        "init_worker_distributed_environment",
-        "after it the communicator is made",
-        ("vllm_config", "rank"),
-    ),
-    Seam(WORKER, "Worker.compile_or_warm_up_model", "after it the sites are logged"),
-    # Fields of vLLM's objects that the plugin reads or writes.
+    # What the plugin replaces or extends.
+    Seam(CONFIG, "OPTIMIZATION_LEVEL_TO_CONFIG"),
+    Seam(PASS_CONFIG, "PassConfig.compute_hash"),
+    Seam(PASS_MANAGER, "AllReduceFusionPass"),
+    Seam(WORKER, "init_worker_distributed_environment", ("vllm_config", "rank")),
+    Seam(WORKER, "Worker.compile_or_warm_up_model"),
+    # What it calls or reads.
+    Seam("vllm.compilation.passes.vllm_inductor_pass", "VllmInductorPass"),
+    Seam(_PARALLEL_STATE, "get_tp_group"),
+    Seam(_PARALLEL_STATE, "all_reduce", ("tensor", "group_name")),
     *_fields(
-        *(CONFIG, "VllmConfig", "what an engine is to do"),
-        *("additional_config", "compilation_config", "model_config", "parallel_config"),
-        *("scheduler_config", "compute_hash"),
+        *(CONFIG, "VllmConfig", "additional_config", "compilation_config", "model_config"),
+        *("parallel_config", "scheduler_config", "compute_hash"),
     ),
-    *_fields(PASS_CONFIG, "CompilationConfig", "whether passes run", "pass_config", "mode"),
+    *_fields(PASS_CONFIG, "CompilationConfig", "pass_config", "mode"),
+    *_fields(PASS_CONFIG, "PassConfig", "fuse_allreduce_rms", "fi_allreduce_fusion_max_size_mb"),
+    Seam(PASS_CONFIG, "CompilationMode.VLLM_COMPILE"),
     *_fields(
-        *(PASS_CONFIG, "PassConfig", "the switch"),
-        *("fuse_allreduce_rms", "fi_allreduce_fusion_max_size_mb"),
-    ),
-    Seam(PASS_CONFIG, "CompilationMode.VLLM_COMPILE", "the mode in which passes run"),
-    *_fields(
-        *("vllm.config.parallel", "ParallelConfig", "how many ranks there are, and batches"),
+        *("vllm.config.parallel", "ParallelConfig"),
         *("tensor_parallel_size", "data_parallel_rank", "use_ubatching"),
     ),
-    *_fields("vllm.config.scheduler", "SchedulerConfig", "batch", "max_num_batched_tokens"),
-    *_fields("vllm.config.model", "ModelConfig", "rows", "get_hidden_size", "dtype"),
+    *_fields("vllm.config.scheduler", "SchedulerConfig", "max_num_batched_tokens"),
+    *_fields("vllm.config.model", "ModelConfig", "get_hidden_size", "dtype"),
     *_fields(
-        *(_PARALLEL_STATE, "GroupCoordinator", "the group of ranks"),
+        *(_PARALLEL_STATE, "GroupCoordinator"),
         *("device_group", "device", "rank_in_group", "ranks", "unique_name"),
     ),
-    *_fields("vllm.platforms.interface", "Platform", "the hardware", "is_cuda", "device_name"),
+    *_fields("vllm.platforms.interface", "Platform", "is_cuda", "device_name"),
 )
-_DISPATCH = _fields(
-    "vllm.ir.op", "IrOp", "says which kernel computes a norm", "registry", "dispatch"
-)
+_DISPATCH = _fields("vllm.ir.op", "IrOp", "registry", "dispatch")
 # Helpers of eager models.
 HELPERS = (
     Option(
         "Gemma norms of eager models are not fused",
-        (Seam(GEMMA_HELPER, "fused_allreduce_gemma_rms_norm", "eager Gemma norms", _HELPED),),
-        (*_DISPATCH, *_fields(_LAYERNORM, "GemmaRMSNorm", "a norm", "weight", "variance_epsilon")),
+        (Seam(GEMMA_HELPER, "fused_allreduce_gemma_rms_norm", _HELPED),),
+        (*_DISPATCH, *_fields(_LAYERNORM, "GemmaRMSNorm", "weight", "variance_epsilon")),
         weight_bias=1.0,
     ),
     Option(
         "norms of eager models are not fused",
-        tuple(
-            Seam(module, "fused_allreduce_rms_norm", "eager norms", _HELPED)
-            for module in PLAIN_HELPERS
-        ),
+        tuple(Seam(module, "fused_allreduce_rms_norm", _HELPED) for module in PLAIN_HELPERS),
         (
             *_DISPATCH,
             *_fields(
-                *(_LAYERNORM, "RMSNorm", "a norm", "weight", "variance_epsilon"),
-                *("variance_size_override", "has_weight"),
+                *(_LAYERNORM, "RMSNorm"),
+                *("weight", "variance_epsilon", "variance_size_override", "has_weight"),
             ),
         ),
     ),
@@ -153,17 +138,14 @@ OPTIONAL = (
     Option(
         "norms that are operators of vLLM's intermediate representation are not fused",
         _DISPATCH[1:],
-        (
-            _DISPATCH[0],
-            *_fields("vllm.ir.op", "IrOpImpl", "which kernel it is", "provider", "impl_fn"),
-        ),
+        (_DISPATCH[0], *_fields("vllm.ir.op", "IrOpImpl", "provider", "impl_fn")),
     ),
     *HELPERS,
 )
 
 
 def missing(seams: tuple[Seam, ...] = REQUIRED) -> list[str]:
-    """Returns the texts of the seams that the installed vLLM lacks."""
+    """Returns the names of the seams that the installed vLLM lacks."""
     return [str(seam) for seam in seams if not _exists(seam)]
 
 
@@ -181,7 +163,7 @@ def _exists(seam: Seam) -> bool:
 
 @functools.cache
 def _parsed(module: str) -> ast.Module | None:
-    """Returns the source of a module; of its packages, only the outermost is imported."""
+    """Returns the syntax tree of a module; imports only its outermost package."""
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
     for place in (spec.submodule_search_locations or []) if spec is not None else []:

@@ -1,9 +1,9 @@
-"""Controls vLLM's own switch, `PassConfig.fuse_allreduce_rms`: its default and the user's value.
+"""Changes the default of vLLM's own switch, `PassConfig.fuse_allreduce_rms`.
 
-An engine's configuration is made once, in the process that the user started, and sent to the
-workers. vLLM takes the defaults of unset fields from a table. The plugin replaces the default of
-this field in that table, so that explicit values are respected. The decision is stored in
-`additional_config`, where the workers and vLLM's compile cache find it.
+The process that the user starts makes the engine's configuration and sends it to the workers. vLLM
+takes the defaults of unset fields from a table. The plugin replaces the default in that table, so
+explicit values are respected. The decision is stored in `additional_config`, which the workers and
+vLLM's compile cache read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import allnorm
-from allnorm.integrations.engines import Announcer, disabled_reason
-from allnorm.integrations.vllm.log import LOGGER
+from allnorm.integrations.engines import Announcer, disabled_reason, in_words
+from allnorm.integrations.vllm import LOGGER
 
 FIELD = "fuse_allreduce_rms"
 KEY = "allnorm"
@@ -29,8 +29,7 @@ _announcer = Announcer(logging.getLogger(LOGGER))
 def patch_defaults(config: ModuleType) -> None:
     """Sets the plugin's default in vLLM's tables, one per optimization level. Idempotent.
 
-    Raises:
-        KeyError: a table has no such default; no table was changed.
+    Raises KeyError, before any change, if a table has no such default.
     """
     levels = config.OPTIMIZATION_LEVEL_TO_CONFIG.values()
     tables = [defaults["compilation_config"]["pass_config"] for defaults in levels]
@@ -39,7 +38,7 @@ def patch_defaults(config: ModuleType) -> None:
 
 
 class _Default:
-    """A callable default, which vLLM calls for a field that the user did not set."""
+    """A default that vLLM calls if the user did not set the field."""
 
     def __init__(self, stock: bool | Callable[[Any], bool]) -> None:
         self._stock = stock
@@ -49,9 +48,7 @@ class _Default:
         try:
             return self._decide(vllm_config, stock)
         except Exception as error:  # noqa: BLE001 - an engine must start without its plugins
-            _announcer.warning(
-                f"nothing is fused, vLLM runs without allnorm: {type(error).__name__}: {error}"
-            )
+            _announcer.warning(f"nothing is fused, vLLM runs without allnorm: {in_words(error)}")
             return stock
 
     def _decide(self, vllm_config: Any, stock: bool) -> bool:
@@ -61,16 +58,12 @@ class _Default:
             return stock
         additional = vllm_config.additional_config
         if not isinstance(additional, dict):
-            _announcer.warning(
-                "nothing is fused: additional_config is a "
-                f"{type(additional).__name__}, expected a dict"
-            )
+            kind = type(additional).__name__
+            _announcer.warning(f"nothing is fused: additional_config is a {kind}, expected a dict")
             return stock
-        vllm_config.additional_config = {
-            **additional,
-            KEY: {"version": allnorm.__version__, "stock": stock},
-        }
-        if not callable(self._stock):  # a level of optimization at which vLLM fuses nothing
+        decision = {"version": allnorm.__version__, "stock": stock}
+        vllm_config.additional_config = {**additional, KEY: decision}
+        if not callable(self._stock):  # vLLM fuses nothing at this optimization level
             return stock
         pass_config = vllm_config.compilation_config.pass_config
         if not stock and pass_config.fi_allreduce_fusion_max_size_mb is None:
@@ -79,7 +72,7 @@ class _Default:
 
 
 def obstacle(vllm_config: Any) -> str:
-    """Returns why an engine with this configuration has nothing to fuse; empty if it has."""
+    """Returns why an engine with this configuration cannot fuse; empty if it can."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
