@@ -6,6 +6,7 @@ development environment has.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -137,7 +138,8 @@ def compiled(rank: int, world_size: int) -> int:
     complete_sums_in(wired)
     complete_sums_in(behind, Before(post, 0.22))
     how = getattr(quantized, ATTRIBUTE)
-    setattr(quantized, ATTRIBUTE, how.reading(allnorm.Fp8PerGroup(128, "column_major_tma")))
+    quant = allnorm.Fp8PerGroup(128, "column_major_tma")
+    setattr(quantized, ATTRIBUTE, dataclasses.replace(how, quant=quant))
 
     def layer(x: torch.Tensor, residual: torch.Tensor) -> Any:
         x, residual = called.forward_with_allreduce_fusion(x, residual, use_attn_tp_group=False)

@@ -288,12 +288,12 @@ def test_what_a_new_parameter_asks_for_is_not_left_out(fake: Any) -> None:
     known = (PlainNorm(), x, x, None, None, True)
     for more, named in (((), {}), ((1.0,), {}), ((1.0, "a"), {}), ((), {"mode": "a"})):
         assert HOOKS["norm"](original, *known, *more, **named) == "fused"
-    with pytest.raises(UnsupportedError, match=r"asks for scale=0.5"):
+    with pytest.raises(UnsupportedError, match=r"passes scale=0.5"):
         HOOKS["norm"](original, *known, 0.5)
     with pytest.raises(UnsupportedError, match="ALLNORM_DISABLE=1"):
         HOOKS["norm"](original, *known, mode="b")
     for more, named in (((x,), {}), ((1,), {}), ((1.0, "a", 0), {}), ((), {"other": None})):
-        with pytest.raises(UnsupportedError, match="asks for"):
+        with pytest.raises(UnsupportedError, match="passes"):
             HOOKS["norm"](original, *known, *more, **named)
     # SGLang then calls `norm`, or reduces itself.
     assert HOOKS["quantized norm"](with_more("a,b,c,d,e,f,g,h=1"), *known, False, 2) is None
@@ -425,8 +425,8 @@ def test_without_a_group_there_is_nobody_to_tell(
     ("changes", "words"),
     [
         ({"variance_size_override": 32}, "a part of the row"),
-        ({"fp32_residual": True}, "another dtype"),
-        ({"override_orig_dtype": torch.float32}, "another dtype"),
+        ({"fp32_residual": True}, "different dtype"),
+        ({"override_orig_dtype": torch.float32}, "different dtype"),
         ({"has_weight": False}, "without weight"),
         (
             {"cast_x_before_out_mul": True, "weight": torch.nn.Parameter(torch.ones(64))},

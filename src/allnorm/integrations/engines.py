@@ -1,8 +1,9 @@
 """Shared parts of the plugins for serving engines: the switch, the communicator, log messages.
 
 All ranks of a tensor-parallel group must decide alike. Otherwise the engine hangs: one rank waits
-in a fused call for peers that make an unfused one. So every rank's reason not to fuse is gathered:
-if any rank has one, no rank fuses, and the first reason is reported. Nothing raises into an engine.
+in a fused call for peers that make an unfused one. Therefore the ranks gather their reasons not to
+fuse. If any rank has one, no rank fuses, and the first reason is reported. Nothing raises into an
+engine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Outcome:
 
     Attributes:
         communicator: the communicator of the fused calls; None if nothing is fused.
-        reason: one sentence, why nothing is fused; empty if there is a communicator.
+        reason: why nothing is fused; empty if there is a communicator.
     """
 
     communicator: allnorm.Communicator | None
@@ -66,19 +67,19 @@ def engine_communicator(
     """Makes the communicator of an engine's tensor-parallel group, or returns why no rank gets one.
 
     Collective: every rank of the group calls it before any CUDA graph is captured, including ranks
-    that have an obstacle. Never raises, as long as the group itself works.
+    that have an obstacle. Raises nothing while the group itself works.
 
     Args:
         group: the tensor-parallel group.
-        device: the device of this rank's tensors; its index need not be the rank.
+        device: the device of this rank's tensors.
         hidden_size: the model's hidden size.
         max_tokens: the largest number of rows that the engine reduces at once, which determines the
             size of the workspace. Calls with more rows run in chunks.
         dtype: the model's dtype.
         numerics: the default rounding mode of the communicator.
         obstacle: why this rank cannot fuse; empty if it can.
-        early_trigger: as for `Communicator`. False by default: an engine's kernels that use
-            programmatic dependent launch may not wait as they must.
+        early_trigger: as for `Communicator`. False by default, because not all engine kernels with
+            programmatic dependent launch wait for the preceding grid.
 
     Returns:
         The decision, equal on every rank.
@@ -89,12 +90,9 @@ def engine_communicator(
     if reason:
         return Outcome(None, reason)
     try:
+        workspace_bytes = _workspace_bytes(hidden_size, max_tokens, dtype)
         communicator = allnorm.Communicator(
-            group,
-            device,
-            _workspace_bytes(hidden_size, max_tokens, dtype),
-            numerics,
-            early_trigger=early_trigger,
+            group, device, workspace_bytes, numerics, early_trigger=early_trigger
         )
     except Exception as error:  # noqa: BLE001 - raised on every rank if on one
         return Outcome(None, _first_reason(group, in_words(error)))
@@ -126,16 +124,16 @@ def _gathered(group: dist.ProcessGroup, own: str) -> list[str]:
 
 
 def _workspace_bytes(hidden_size: int, max_tokens: int, dtype: torch.dtype) -> int | None:
-    """Returns a size for the most rows in one launch, within bounds; None if the user set one."""
+    """Returns a size with which `max_tokens` rows fit into one launch; None if the user set one."""
     if config.read_settings().workspace_bytes is not None:
         return None
-    # A large phase, four ninths of the workspace, holds the partial sums and the sums of all rows.
+    # A phase is 4/9 of the workspace and holds three copies of the rows: partial sums and sums.
     rows = 7 * max_tokens * hidden_size * dtype.itemsize
     return max(_MIN_WORKSPACE_BYTES, min(_MAX_WORKSPACE_BYTES, rows))
 
 
 def _try_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Launches a kernel that waits for no peer: it fails if kernels are not built for this GPU."""
+    """Runs a call without peers. Raises if the library has no kernels for this GPU."""
     x = torch.ones((1, 64), dtype=dtype, device=device)
     normed, _ = allnorm.add_rms_norm(x, None, torch.ones(64, dtype=dtype, device=device), 0.0)
     if not bool((normed == 1).all()):
@@ -143,16 +141,14 @@ def _try_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None, str, str]:
-    """Opens the verdicts by which the ranks of a group decide on each graph later.
-
-    Collective, after the ranks agreed to fuse.
+    """Opens the verdicts by which the ranks of a group will decide on each graph. Collective.
 
     Args:
         group: the tensor-parallel group.
-        word: a text that rank 0 gives to all ranks; ignored on other ranks.
+        word: a text that rank 0 sends to all ranks; ignored on other ranks.
 
     Returns:
-        The verdicts, or None and the reason why they cannot be opened; then rank 0's word.
+        The verdicts or None, the reason if they cannot be opened, and rank 0's word.
     """
     mine: Any = None
 
@@ -161,7 +157,7 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
         mine = distributed_c10d._get_default_store()
         return ""
 
-    # Verdicts of other groups, and earlier ones, must not share keys with these.
+    # The keys must differ from those of other groups' and earlier verdicts.
     (first, said), *_ = map(json.loads, _gathered(group, json.dumps([uuid.uuid4().hex, word])))
     reason = _first_reason(group, attempt(step))
     if reason or mine is None:
@@ -172,19 +168,19 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
         store,
         dist.get_rank(group),
         dist.get_world_size(group),
-        # A rank that does not answer may be waiting in a call: give up before that wait times out.
+        # A rank that does not answer may be waiting in a call: stop before that wait times out.
         patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
     )
     return verdicts, "", said
 
 
 def wants_gradient(*tensors: torch.Tensor) -> bool:
-    """Returns whether autograd would record a call with these tensors, which fused calls refuse."""
+    """Returns whether autograd would record a call with these tensors; fused calls raise then."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def attempt(step: Callable[[], str]) -> str:
-    """Runs a step that returns a reason or ""; an exception becomes a reason too."""
+    """Returns the reason that a step returns, or the text of the exception that it raises."""
     try:
         return step()
     except Exception as error:  # noqa: BLE001 - the engine continues without fused calls

@@ -16,8 +16,8 @@ _registered: list[str] = []
 def register() -> None:
     """Registers the hooks with SGLang, which applies them after this returns.
 
-    Idempotent. Never raises: if something prevents the fusion, SGLang runs without it. All ranks
-    decide together whether to fuse calls later, when SGLang warms up a model.
+    Idempotent. Never raises: if something prevents the fusion, SGLang runs without it. The ranks
+    decide together whether to fuse when SGLang warms up a model.
     """
     if _registered:
         return
@@ -28,10 +28,7 @@ def register() -> None:
 
 
 def install() -> bool:
-    """Registers the hooks on any hardware; returns whether that was possible.
-
-    Never raises: a warning names what SGLang lacks.
-    """
+    """Registers the hooks on any hardware and returns True. If it cannot, it logs why."""
     if _registered:
         return True
     try:

@@ -1,11 +1,11 @@
 """Wires dense models of SGLang 0.5.17, whose row-parallel layers reduce their own sums.
 
-In 0.5.23 a layer passes its partial sum on, and the gate alone makes the norm complete it. In
-0.5.17 the row-parallel layer of a dense model reduces. This module changes the layer so that it
-leaves its partial sum, and the norm after it so that it completes that sum.
+In 0.5.23 a layer returns its partial sum if the gate allows it, and the norm after it completes the
+sum. In 0.5.17 the row-parallel layers of dense models reduce. This module makes such a layer leave
+its partial sum, and the norm after it complete that sum.
 
-It changes only classes whose forward is known, matched by their exact type, because nothing but the
-norm may read the output of such a layer.
+Only the norm may read the output of such a layer. Therefore only classes whose forward is known are
+changed, matched by their exact type.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Family:
     """A class of decoder layers: how its forward uses its sums and norms.
 
     Attributes:
-        attention: whether the attention's sum is wired to `norm`. False: SGLang leaves that sum to
-            the norm already.
-        tuple_input: whether the layer passes the first norm's result to `qkv_proj` unchanged, so
-            that it may be a tuple.
-        reader: whether `mlp.gate_up_proj` is the only reader of `norm`, so that it may take FP8.
+        attention: whether the attention's sum is wired to `norm`. False: SGLang itself leaves that
+            sum to the norm.
+        tuple_input: whether the layer passes the first norm's result to `qkv_proj` unchanged. The
+            result may then be the tuple `(fp8, scale)`.
+        reader: whether `mlp.gate_up_proj` is the only reader of `norm`. It may then take FP8.
         norm: the name of the norm after the attention's residual add; empty if the layer adds the
             residual itself.
         post_attention: the name of the norm of the attention's sum before the residual add.
@@ -87,7 +87,7 @@ class Site:
     Attributes:
         linear: the row-parallel layer.
         norm: the norm that adds the residual; None if `post` completes the sum.
-        post: the norm of the sum before the residual is added; None if there is none.
+        post: the norm of the sum before the residual is added, or None.
         layer: the decoder layer.
         scale: the name of the decoder layer's attribute that scales the sum; empty for none.
     """
@@ -108,11 +108,9 @@ def sites(model: torch.nn.Module, world_size: int, *, hidden_states_leave: bool)
         hidden_states_leave: whether other code may read the hidden states between two layers, as
             speculative decoding does. Then only sums within a layer are wired.
     """
-    found = []
-    for stack in model.modules():
-        if _path(stack) in STACKS:
-            found += list(_sites_of(stack, hidden_states_leave))
-    found = [site for site in found if _leaves_its_sum(site.linear, world_size)]
+    stacks = [module for module in model.modules() if _path(module) in STACKS]
+    found = [site for stack in stacks for site in _sites_of(stack, hidden_states_leave)]
+    found = [site for site in found if _can_leave_its_sum(site.linear, world_size)]
     # One attribute scales both sums of a layer, so both are wired or neither is.
     scaled = [id(site.layer) for site in found if site.scale]
     return [site for site in found if not site.scale or scaled.count(id(site.layer)) == 2]
@@ -129,14 +127,14 @@ def wire(pairs: list[Site]) -> None:
             complete_sums_in(site.norm)
         else:
             complete_sums_in(site.norm, Before(site.post, scale))
-        if site.scale:  # the fused call scales the complete sum instead
+        if site.scale:  # the fused call scales the sum
             setattr(site.layer, site.scale, 1.0)
 
 
 def consumers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Yields each norm whose only reader is known, and that layer.
+    """Yields each norm whose result only one known layer reads, and that layer.
 
-    In 0.5.23 the norm has an attribute with that layer. For 0.5.17 it follows from `FAMILIES`.
+    In 0.5.23 an attribute of the norm refers to that layer. For 0.5.17 `FAMILIES` determines it.
     """
     for module in model.modules():
         family = FAMILIES.get(_path(module))
@@ -153,7 +151,7 @@ def consumers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.n
 def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
     if getattr(stack, "layers_to_capture", None):
         hidden_states_leave = True
-    # Stacks without these attributes do not support pipeline stages.
+    # Models without these attributes do not support pipeline stages.
     start, end = getattr(stack, "start_layer", 0), getattr(stack, "end_layer", None)
     layers = list(stack.layers)[start:end]
     is_last = not hasattr(stack, "pp_group") or stack.pp_group.is_last_rank
@@ -163,7 +161,7 @@ def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
             continue
         after_attention = getattr(layer, family.post_attention, None)
         after_mlp = getattr(layer, family.post_mlp, None)
-        if not family.norm:  # both sums are complete at the end of the layer
+        if not family.norm:  # the post norms complete both sums
             yield Site(layer.self_attn.o_proj, None, after_attention)
             yield Site(layer.mlp.down_proj, None, after_mlp)
             continue
@@ -181,7 +179,7 @@ def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
             yield Site(layer.mlp.down_proj, stack.norm, after_mlp, *more)
 
 
-def _leaves_its_sum(linear: Any, world_size: int) -> bool:
+def _can_leave_its_sum(linear: Any, world_size: int) -> bool:
     """Returns whether a layer reduces over all ranks of the communicator and may leave its sum."""
     return (
         _path(linear) == "sglang.srt.layers.linear.RowParallelLinear"
@@ -195,7 +193,7 @@ def _leaves_its_sum(linear: Any, world_size: int) -> bool:
 
 
 def _num_ranks(linear: Any) -> int:
-    """Returns over how many tensor-parallel ranks a layer reduces; 0 for a different group."""
+    """Returns the number of tensor-parallel ranks that a layer reduces over; 0 for other groups."""
     if hasattr(linear, "tp_size"):
         return int(linear.tp_size)
     if linear.parallel_group not in (None, "tp"):  # 0.5.23 stores the group's name

@@ -1,4 +1,4 @@
-"""Reads SGLang's groups and settings, and the reasons that they give against fused calls.
+"""Reads SGLang's groups and settings, and checks which of them rule out fused calls.
 
 All values come from the settings, so they are equal on all ranks of a tensor-parallel group.
 """
@@ -23,25 +23,21 @@ class Engine:
 
     Attributes:
         model: the loaded module.
-        group: SGLang's coordinator of the tensor-parallel group.
-        device: this rank's device.
         dtype: the model's dtype.
         hidden_size: the model's hidden size.
-        max_tokens: the largest number of rows of one forward pass, by the settings.
+        max_tokens: the largest number of rows of one forward pass.
         multiplexed: whether prefill and decode run concurrently on two streams.
     """
 
     model: torch.nn.Module
-    group: Any
-    device: torch.device
     dtype: torch.dtype
     hidden_size: int
     max_tokens: int
     multiplexed: bool
 
 
-# Fields of SGLang's objects that are read. Each is checked first: a setting that SGLang has renamed
-# must not be ignored.
+# Fields of SGLang's objects that the plugin reads. Their existence is checked first, so that a
+# renamed setting is not ignored.
 _RUNNER = (
     *("device", "model", "dtype", "model_config.hidden_size"),
     *("server_args.chunked_prefill_size", "server_args.enable_pdmux"),
@@ -72,11 +68,10 @@ def group_of(runner: Any) -> tuple[Any, dist.ProcessGroup, torch.device]:
     device = torch.device(runner.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    # The coordinator's group for tensors of this device; never the group of all processes.
     return group, group.device_group if device.type == "cuda" else group.cpu_group, device
 
 
-def engine_of(runner: Any, group: Any, device: torch.device) -> Engine:
+def engine_of(runner: Any) -> Engine:
     """Reads the model and settings from SGLang's model runner.
 
     Raises:
@@ -90,8 +85,6 @@ def engine_of(runner: Any, group: Any, device: torch.device) -> Engine:
     rows = runner.server_args.chunked_prefill_size or 0
     return Engine(
         runner.model,
-        group,
-        device,
         runner.dtype,
         runner.model_config.hidden_size,
         rows if rows > 0 else _DEFAULT_MAX_TOKENS,
@@ -102,8 +95,8 @@ def engine_of(runner: Any, group: Any, device: torch.device) -> Engine:
 def switched_off() -> str:
     """Returns why SGLang's own switch forbids the fusion; empty if it does not.
 
-    Deterministic inference sets the same switch, because FlashInfer's bits depend on the batch. The
-    bits of allnorm's calls do not, so that is no reason against them.
+    Deterministic inference also sets that switch, because FlashInfer's bits depend on the batch.
+    allnorm ignores the switch then, because the bits of its calls do not.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -140,11 +133,8 @@ def obstacle(facts: Engine) -> str:
 
 def _expert_groups(parallel: Any) -> tuple[tuple[str, int], ...]:
     """Returns the names and sizes of the groups that the sum over experts may run over."""
-    if parallel.moe_ep_size > 1 and parallel.moe_tp_size > 1:
-        return (("moe_ep", parallel.moe_ep_size), ("moe_tp", parallel.moe_tp_size))
-    if parallel.moe_ep_size > 1:
-        return (("moe_ep", parallel.moe_ep_size),)
-    return (("moe_tp", parallel.moe_tp_size),)
+    sizes = {"moe_ep": parallel.moe_ep_size, "moe_tp": parallel.moe_tp_size}
+    return tuple((name, size) for name, size in sizes.items() if size > 1) or (("moe_tp", 1),)
 
 
 def speculates() -> bool:

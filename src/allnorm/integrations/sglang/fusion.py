@@ -1,4 +1,4 @@
-"""The fused calls that replace SGLang's all-reduce and norm, once all ranks agreed to fuse.
+"""The fused calls that replace SGLang's all-reduce and norm after all ranks agreed to fuse.
 
 Every hook checks `current()`: if it is None, SGLang runs as without the plugin. It changes only in
 the hook that runs before graphs are captured, on all ranks alike.
@@ -52,8 +52,8 @@ class Fusion:
     Attributes:
         communicator: the communicator of SGLang's tensor-parallel group.
         all_reduce: SGLang's own all-reduce over that group.
-        say: called with a message for each kind of reduction that could not be fused.
-        sites: ids of the norms whose calls were fused, counted outside compiled graphs.
+        say: called with the reason when a reduction cannot be fused.
+        sites: ids of the norms whose calls were fused outside compiled graphs.
     """
 
     communicator: allnorm.Communicator
@@ -75,36 +75,21 @@ class Fusion:
         Returns:
             The input of the layer after the norm, a tensor or `(fp8, scale)`, and a new residual.
         """
-        how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
-        obstacle = how.obstacle or tensor_obstacle(module.weight, x, residual)
+        how, obstacle = _arithmetic(module, x, residual)
         post = None
         if before.norm is not None and not obstacle:
             post, obstacle = post_norm(before.norm, how.numerics, x.dtype)
         if obstacle:
             return self._unfused(module, x, residual, obstacle, before)
-        if before is not _NOTHING:
-            self._count(module)
-            # Under a tracer the method is an operator too.
-            return self.communicator.all_reduce_add_rms_norm(
-                *(x, residual, module.weight, eps_of(module)),
-                weight_bias=how.weight_bias,
-                numerics=how.numerics,
-                post_norm=post,
-                scale=before.scale,
-            )
-        if how.quant is not None and x.dtype == torch.bfloat16:
+        if before is _NOTHING and how.quant is not None and x.dtype == torch.bfloat16:
             return self._quantized(module, x, residual, how, how.quant, keep_bf16=False)
-        if torch.compiler.is_compiling():
-            normed, residual_out = torch.ops.allnorm.all_reduce_add_rms_norm(
-                *(x, residual, module.weight, eps_of(module)),
-                *(how.weight_bias, how.numerics, self.communicator.name),
-            )
-            return normed, residual_out
-        self.sites.add(id(module))
+        self._count(module)
         return self.communicator.all_reduce_add_rms_norm(
             *(x, residual, module.weight, eps_of(module)),
             weight_bias=how.weight_bias,
             numerics=how.numerics,
+            post_norm=post,
+            scale=before.scale,
         )
 
     def quantized_norm(
@@ -117,10 +102,12 @@ class Fusion:
     ) -> _Pair | None:
         """Runs all-reduce, residual add, norm and quantization, for a layer that reads FP8.
 
+        The first three arguments are those of `norm`.
+
         Args:
-            module: as in `norm`.
-            x: as in `norm`.
-            residual: as in `norm`.
+            module: a norm of SGLang.
+            x: this rank's partial sum.
+            residual: the residual.
             quant: the quantization that the layer reads.
             keep_bf16: whether a layer also reads the normed tensor in 16 bits.
 
@@ -128,10 +115,8 @@ class Fusion:
             `((fp8, scale), residual)`, or `((normed, fp8, scale), residual)` with `keep_bf16`;
             None, before anything was communicated, if this norm cannot be fused.
         """
-        how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
-        if how.obstacle or tensor_obstacle(module.weight, x, residual):
-            return None
-        return self._quantized(module, x, residual, how, quant, keep_bf16)
+        how, obstacle = _arithmetic(module, x, residual)
+        return None if obstacle else self._quantized(module, x, residual, how, quant, keep_bf16)
 
     def _quantized(
         self,
@@ -142,31 +127,17 @@ class Fusion:
         quant: allnorm.Fp8PerGroup,
         keep_bf16: bool,
     ) -> _Pair:
-        arguments = (x, residual, module.weight, eps_of(module))
-        if torch.compiler.is_compiling():
-            fp8, scale, residual_out, normed = torch.ops.allnorm.all_reduce_add_rms_norm_quant(
-                *arguments,
-                *(quant.kind, quant.group_size, quant.scale_layout, quant.scale_format, None),
-                *(keep_bf16, how.weight_bias, how.numerics, self.communicator.name),
-            )
-        else:
-            self.sites.add(id(module))
-            fp8, scale, residual_out, normed = self.communicator.all_reduce_add_rms_norm_quant(
-                *(*arguments, quant, keep_bf16),
-                weight_bias=how.weight_bias,
-                numerics=how.numerics,
-            )
+        self._count(module)
+        fp8, scale, residual_out, normed = self.communicator.all_reduce_add_rms_norm_quant(
+            *(x, residual, module.weight, eps_of(module), quant, keep_bf16),
+            weight_bias=how.weight_bias,
+            numerics=how.numerics,
+        )
         return ((normed, fp8, scale) if keep_bf16 else (fp8, scale)), residual_out
 
     def norm_alone(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Runs all-reduce and norm; the caller of the norm adds the residual.
-
-        Args:
-            module: as in `norm`.
-            x: as in `norm`.
-        """
-        how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
-        obstacle = how.obstacle or tensor_obstacle(module.weight, x, x)
+        """Runs all-reduce and norm; the caller of the norm adds the residual."""
+        how, obstacle = _arithmetic(module, x, x)
         if obstacle:
             self._say_unfused(obstacle)
             normed: torch.Tensor = type(module).forward(module, self.all_reduce(x))
@@ -201,6 +172,12 @@ class Fusion:
         return result
 
 
+def _arithmetic(module: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[NormArithmetic, str]:
+    """Returns the arithmetic of a norm, and why a call with these tensors cannot be fused."""
+    how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
+    return how, how.obstacle or tensor_obstacle(module.weight, x, residual)
+
+
 _current: list[Fusion | None] = [None]
 
 
@@ -210,7 +187,7 @@ def current() -> Fusion | None:
 
 
 def activate(fusion: Fusion | None) -> None:
-    """Sets the process's `Fusion`; None makes the hooked functions run as without the plugin."""
+    """Sets the process's `Fusion`; None switches the plugin off."""
     _current[0] = fusion
 
 
@@ -221,9 +198,8 @@ def completing_forward(
     post_residual_addition: torch.Tensor | None = None,
 ) -> Any:
     """Runs the forward of a norm whose input is a partial sum; bound by `complete_sums_in`."""
-    fusion = _fusion()
-    if residual is None:
-        raise _broken()
+    fusion = _fusion(is_expected=residual is not None)
+    assert residual is not None
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
     return fusion.norm(self, x, residual, getattr(self, _BEFORE, _NOTHING))
@@ -231,16 +207,12 @@ def completing_forward(
 
 def completing_alone(self: Any, x: torch.Tensor, residual: None = None) -> Any:
     """Runs the forward of a post norm that completes a sum; the layer adds the residual."""
-    if residual is not None:
-        raise _broken()
-    return _fusion().norm_alone(self, x)
+    return _fusion(is_expected=residual is None).norm_alone(self, x)
 
 
 def passing_on(self: Any, x: torch.Tensor, residual: None = None) -> Any:
-    """Runs the forward of a post norm that the fused call of the next norm includes: no change."""
-    _fusion()
-    if residual is not None:
-        raise _broken()
+    """Returns `x`: the fused call of the next norm includes this post norm."""
+    _fusion(is_expected=residual is None)
     return x
 
 
@@ -267,16 +239,13 @@ def complete_alone_in(module: Any) -> None:
     module.forward = types.MethodType(completing_alone, module)
 
 
-def _fusion() -> Fusion:
+def _fusion(*, is_expected: bool) -> Fusion:
+    """Returns the process's `Fusion`. Raises without one, or if the arguments are unexpected."""
     fusion = current()
-    if fusion is None:
-        raise _broken()
+    if fusion is None or not is_expected:
+        raise RuntimeError(
+            "this norm expects the partial sum of the layer before it, and a residual if it had "
+            "one. The allnorm plugin was switched off, or the model changed, after the layer and "
+            "the norm were wired together: load the model again."
+        )
     return fusion
-
-
-def _broken() -> RuntimeError:
-    return RuntimeError(
-        "this norm expects the partial sum of the layer before it, and a residual if it had one. "
-        "The allnorm plugin was switched off, or the model changed, after the layer and the norm "
-        "were wired together: load the model again."
-    )

@@ -8,8 +8,8 @@ depends on the GEMM:
 | DeepGEMM | float32, column-major, rows padded to 4 (`column_major_tma`) | 0.5.17 |
 | DeepGEMM on Blackwell | packed powers of two, the same layout | 0.5.23 |
 | CUTLASS | float32, column-major, rows padded to 4 | 0.5.17 |
-| Triton | float32, row-major | 0.5.23; 0.5.17 quantizes itself and takes none |
-| FlashInfer | takes none: it quantizes itself | |
+| Triton | float32, row-major | 0.5.23; in 0.5.17 it takes 16 bits |
+| FlashInfer | takes 16 bits | |
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Gemm:
     Attributes:
         scale_layout: layout of the scales of a quantized input.
         multiple: the number that must divide the weight's `out_features`. Otherwise the function
-            falls back to a GEMM with a different layout.
-        since_ue8m0: whether it takes a quantized input only if it has the parameter
-            `act_scale_ue8m0`, as in newer versions of SGLang.
+            uses a GEMM with a different layout.
+        since_ue8m0: whether only newer versions take a quantized input: those that have the
+            parameter `act_scale_ue8m0`.
     """
 
     scale_layout: str
@@ -71,11 +71,9 @@ def quant_of(linear: torch.nn.Module | None) -> allnorm.Fp8PerGroup | None:
 
 
 def quant_for(function: Callable[..., Any], out_features: int) -> allnorm.Fp8PerGroup | None:
-    """Returns the quantization that one of SGLang's FP8 linear functions takes, or None.
+    """Returns the quantization that a function of `dispatch_w8a8_block_fp8_linear` takes, or None.
 
-    Args:
-        function: the result of SGLang's `dispatch_w8a8_block_fp8_linear`.
-        out_features: number of rows of the weight.
+    `out_features` is the number of rows of the weight.
     """
     bound: dict[str, Any] = {}
     if isinstance(function, functools.partial):
@@ -95,7 +93,7 @@ def quant_for(function: Callable[..., Any], out_features: int) -> allnorm.Fp8Per
 
 
 def default_quant() -> allnorm.Fp8PerGroup | None:
-    """Returns the quantization that SGLang's GEMM takes, for callers that do not name a layer."""
+    """Returns the quantization that SGLang's GEMM takes for an unknown layer, or None."""
     from sglang.srt.layers.quantization.fp8_utils import dispatch_w8a8_block_fp8_linear
 
     return quant_for(dispatch_w8a8_block_fp8_linear(), GROUP_SIZE)

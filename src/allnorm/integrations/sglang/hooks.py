@@ -1,7 +1,7 @@
 """The hooks: the gate, the two norm functions that it enables, and the start before graph capture.
 
-Each hook returns a `Probe` that it receives. It runs SGLang's own function until the ranks agreed
-to fuse, or if they agreed not to.
+Each hook returns a `Probe` that it receives. It runs SGLang's own function unless the ranks agreed
+to fuse.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Original = Callable[..., Any]
 
 
 def gate(original: _Original, batch_size: Any, *more: Any, **named: Any) -> Any:
-    """Returns whether SGLang leaves a sum of this many rows to the norm after it."""
+    """Returns whether SGLang leaves a sum of `batch_size` rows to the norm after it."""
     if isinstance(batch_size, Probe):
         return batch_size
     if current() is None or seams.unknown(original, 1, more, named):
@@ -44,8 +44,8 @@ def norm(
     """Completes a sum, adds it to the residual and norms it. Never returns None.
 
     Raises:
-        UnsupportedError: SGLang passes an unknown argument. Its own function could run the norm
-            without any all-reduce.
+        UnsupportedError: SGLang passes an unknown argument. SGLang's own function cannot be called
+            instead, because it could run the norm without any all-reduce.
     """
     if isinstance(norm_module, Probe):
         return norm_module
@@ -56,9 +56,8 @@ def norm(
     unknown = seams.unknown(original, 6, more, named)
     if unknown:
         raise UnsupportedError(
-            f"SGLang asks for {unknown} at a fused reduction, which this version of the plugin "
-            "does not support. Set ALLNORM_DISABLE=1 to run without the plugin, or try a newer "
-            "allnorm."
+            f"SGLang passes {unknown} to a fused reduction, which this version of the plugin does "
+            "not support. Set ALLNORM_DISABLE=1 to run without the plugin, or try a newer allnorm."
         )
     if post_residual_addition is not None:
         residual = residual + post_residual_addition
@@ -79,8 +78,8 @@ def quantized_norm(
 ) -> Any:
     """Completes a sum, adds it to the residual, norms and quantizes it for a layer that reads FP8.
 
-    Returns None, before any communication, if no GEMM takes the result or SGLang passes an unknown
-    argument. SGLang then calls `norm`.
+    Returns None, before any communication, if the GEMM after it does not take the result, or if
+    SGLang passes an unknown argument. SGLang then calls `norm`.
     """
     if isinstance(norm_module, Probe):
         return norm_module
@@ -97,7 +96,7 @@ def quantized_norm(
 
 
 def before_graphs(original: _Original, runner: Any, *more: Any, **named: Any) -> Any:
-    """Starts the plugin after SGLang made its own workspace and before it captures graphs."""
+    """Starts the plugin after SGLang creates its own workspace and before it captures graphs."""
     if isinstance(runner, Probe):
         return runner
     result = original(runner, *more, **named)

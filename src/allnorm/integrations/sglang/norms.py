@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,10 +33,6 @@ class NormArithmetic:
     quant: allnorm.Fp8PerGroup | None = None
     obstacle: str = ""
 
-    def reading(self, quant: allnorm.Fp8PerGroup | None) -> NormArithmetic:
-        """Returns the same arithmetic for a norm before a layer that reads `quant`."""
-        return replace(self, quant=quant)
-
 
 @functools.cache
 def classes() -> tuple[Any, ...]:
@@ -57,15 +53,15 @@ def arithmetic(module: Any) -> NormArithmetic:
     """Returns the arithmetic of a norm module, by its class and settings."""
     plain, *gemma = classes()
     if isinstance(module, tuple(gemma)):
-        # SGLang adds the 1 in the weight's dtype in its fused calls, and in float32 in other calls.
-        # allnorm adds it in float32.
+        # SGLang's fused calls add the 1 in the weight's dtype; its other calls add it in float32,
+        # as allnorm does.
         return NormArithmetic(weight_bias=1.0)
     if not isinstance(module, plain):
         return NormArithmetic(obstacle=f"a norm of unknown class {type(module).__name__}")
     if module.variance_size_override is not None:
         return NormArithmetic(obstacle="the variance of a part of the row")
     if module.fp32_residual or module.override_orig_dtype is not None:
-        return NormArithmetic(obstacle="a result of another dtype than its input")
+        return NormArithmetic(obstacle="a result in a different dtype than its input")
     if not module.has_weight:
         return NormArithmetic(obstacle="a norm without weight")
     if not module.cast_x_before_out_mul:
@@ -78,15 +74,12 @@ def arithmetic(module: Any) -> NormArithmetic:
 def post_norm(
     module: Any, numerics: str, dtype: torch.dtype
 ) -> tuple[allnorm.PostNorm | None, str]:
-    """Returns the post norm argument of the fused call for a norm before the residual add.
+    """Returns the `post_norm` of the fused call and "", or None and why the call cannot have it.
 
     Args:
-        module: SGLang's norm of the reduced sum.
+        module: SGLang's norm of the reduced sum, before the residual add.
         numerics: the rounding mode of the norm after the residual add.
         dtype: the sum's dtype.
-
-    Returns:
-        The post norm and an empty string, or None and the reason why there is none.
     """
     how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
     if how.obstacle:
@@ -100,11 +93,12 @@ def post_norm(
 
 def tensor_obstacle(weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> str:
     """Returns which tensors the fused call cannot take, equal on all ranks, or ""."""
-    if x.dtype not in _DTYPES or residual.dtype != x.dtype:
-        return f"a sum in {x.dtype} with a residual in {residual.dtype}"
-    if weight.dtype not in (x.dtype, torch.float32):
-        return f"a weight in {weight.dtype} with a sum in {x.dtype}"
-    if x.shape != residual.shape or weight.shape != x.shape[-1:]:
+    dtype, shape = x.dtype, x.shape
+    if dtype not in _DTYPES or residual.dtype != dtype:
+        return f"a sum in {dtype} with a residual in {residual.dtype}"
+    if weight.dtype not in (dtype, torch.float32):
+        return f"a weight in {weight.dtype} with a sum in {dtype}"
+    if shape != residual.shape or weight.shape != shape[-1:]:
         return "a residual or a weight that does not have the sum's shape"
     if x.stride(-1) != 1 or residual.stride(-1) != 1:
         return "columns that are not contiguous"

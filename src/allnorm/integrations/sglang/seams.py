@@ -1,8 +1,8 @@
 """Lists the functions of SGLang that the plugin hooks, and checks that they are as expected.
 
-The hooks replace a gate and the functions that it enables. One hook without the others would lose
-an all-reduce. They are therefore registered together or not at all, and `obstacle` calls each of
-them with a probe before anything is fused.
+The hooks replace a gate and the functions that it enables. If only some of the hooks were
+installed, an all-reduce would be lost. They are therefore registered together or not at all, and
+`obstacle` calls each hook with a probe before anything is fused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 from allnorm.errors import UnsupportedError
 
 VERSIONS = "0.5.17 and 0.5.23"
-
-
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -37,10 +35,10 @@ class Seam:
     """A function of SGLang that is hooked.
 
     Attributes:
-        role: the purpose of the hook, which is its key in `HOOKS`.
+        role: the key of the hook in `HOOKS`.
         targets: dotted paths, one per generation of SGLang; the first that exists is hooked.
         parameters: the first parameters of the function, which the hook relies on. All later
-            parameters must have defaults, and are passed on.
+            parameters must have defaults.
     """
 
     role: str
@@ -91,10 +89,7 @@ _READ = (
 
 
 def probe() -> dict[str, str]:
-    """Finds every seam in the installed SGLang; imports the modules they are in.
-
-    Returns:
-        By role, the dotted path to hook.
+    """Returns the dotted path to hook for each role. Imports the modules of SGLang.
 
     Raises:
         UnsupportedError: a seam is missing or has different parameters; the message names it.
@@ -118,15 +113,12 @@ def probe() -> dict[str, str]:
 
 
 def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
-    """Checks that an object of SGLang has the fields that are read of it.
+    """Raises UnsupportedError unless an object of SGLang has all fields; the message names them.
 
     Args:
         what: a text that describes the object.
         thing: the object.
         fields: names of fields; dotted for fields of fields.
-
-    Raises:
-        UnsupportedError: fields are missing; the message names them.
     """
     missing = [field for field in fields if not _has(thing, field)]
     if missing:
@@ -137,16 +129,13 @@ def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
 def unknown(
     original: Callable[..., Any], known: int, more: tuple[Any, ...], named: Mapping[str, Any]
 ) -> str:
-    """Returns a text of the unknown arguments that SGLang passes to a hooked function.
+    """Returns the unknown arguments of a hooked function that are not the defaults, as text; or "".
 
     Args:
         original: SGLang's own function.
         known: number of its parameters that the hook knows.
         more: positional arguments after these.
         named: keyword arguments.
-
-    Returns:
-        The unknown arguments whose values are not the defaults; empty if there are none.
     """
     if not more and not named:
         return ""
@@ -164,10 +153,10 @@ def unknown(
 
 def _same(value: Any, default: Any) -> bool:
     """Returns whether two values are the same object or equal constants; compares no tensors."""
-    constants = (bool, int, float, str, enum.Enum)
-    return value is default or (
-        isinstance(value, constants) and type(value) is type(default) and value == default
-    )
+    if value is default:
+        return True
+    is_constant = isinstance(value, bool | int | float | str | enum.Enum)
+    return is_constant and type(value) is type(default) and value == default
 
 
 def _has(thing: object, field: str) -> bool:
@@ -191,14 +180,11 @@ def _takes(signature: inspect.Signature, known: tuple[str, ...]) -> bool:
 
 
 def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Registers the hook of every role with SGLang's registry, which applies them later.
+    """Registers hooks with SGLang's registry, which applies them later; returns the hooked paths.
 
     Args:
         targets: the result of `probe`.
         hooks: by role, the hook.
-
-    Returns:
-        The hooked paths.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -210,8 +196,8 @@ def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]
 def obstacle(targets: Mapping[str, str]) -> str:
     """Returns why the hooks are unreliable: one is not installed or is bypassed; empty if none is.
 
-    SGLang's registry also replaces names that modules imported before. A name that it missed, or
-    that another plugin restored, would bypass the hook and lose an all-reduce.
+    SGLang's registry also replaces the function in modules that have imported it. A name that the
+    registry missed, or that another plugin restored, would bypass the hook and lose an all-reduce.
     """
     for seam in SEAMS:
         target = targets[seam.role]
@@ -242,9 +228,9 @@ def _holders(original: object) -> list[str]:
     """Returns the names in SGLang's modules that still refer to a function without its hook."""
     found = []
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] != "sglang" or not isinstance(module, types.ModuleType):
-            continue
-        found += [f"{name}.{key}" for key, value in list(vars(module).items()) if value is original]
+        if name.split(".")[0] == "sglang" and isinstance(module, types.ModuleType):
+            names = [key for key, value in list(vars(module).items()) if value is original]
+            found += [f"{name}.{key}" for key in names]
     return found
 
 

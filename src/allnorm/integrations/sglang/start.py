@@ -1,15 +1,13 @@
 """Starts fused calls for a loaded model: agreement, communicator, wiring, log message.
 
-Collective: every rank of a tensor-parallel group runs this once per loaded model, in the same
-order, before graphs are captured. All ranks learn of any failure before one of them continues, and
-a failure leaves SGLang unchanged.
+Collective: every rank of a tensor-parallel group runs this before graphs are captured. If one rank
+fails, no rank changes anything in SGLang.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,41 +20,11 @@ from allnorm.integrations.sglang.log import announcer
 from allnorm.integrations.sglang.norms import ATTRIBUTE, NormArithmetic, arithmetic, classes
 from allnorm.integrations.sglang.seams import check_fields
 
-# Number of forward passes without a fused call before a warning. The first passes may be traced by
-# torch.compile, which counts no calls.
+# Number of forward passes without a fused call before a warning. torch.compile may trace the first
+# passes, in which no calls are counted.
 _PASSES = 8
 
 _decided: list[bool] = []
-
-
-@dataclass
-class Preparation:
-    """Changes of a model: found before the ranks agree, applied afterwards.
-
-    Attributes:
-        sites: layers that will leave their sums, with the norms that will complete them.
-        norms: every norm and its arithmetic.
-    """
-
-    sites: list[dense.Site] = field(default_factory=list)
-    norms: list[tuple[torch.nn.Module, NormArithmetic]] = field(default_factory=list)
-
-    def find(self, facts: engine.Engine) -> None:
-        """Reads the model; changes nothing."""
-        self.sites += dense.sites(
-            facts.model, facts.group.world_size, hidden_states_leave=engine.speculates()
-        )
-        readers = {id(norm): linear for norm, linear in dense.consumers(facts.model)}
-        for module in facts.model.modules():
-            if isinstance(module, classes()):
-                quant = quant_of(readers.get(id(module)))
-                self.norms.append((module, arithmetic(module).reading(quant)))
-
-    def apply(self) -> None:
-        """Changes the model. Sets attributes only, so that no rank fails alone."""
-        for module, how in self.norms:
-            setattr(module, ATTRIBUTE, how)
-        dense.wire(self.sites)
 
 
 def start(runner: Any) -> None:
@@ -66,7 +34,7 @@ def start(runner: Any) -> None:
     communicator and is not wired.
 
     Args:
-        runner: SGLang's runner; its model is loaded.
+        runner: SGLang's runner of the loaded model.
     """
     if _decided:
         return
@@ -84,9 +52,11 @@ def _start(runner: Any) -> None:
     if group.world_size == 1:
         announcer.info("SGLang runs without fused reductions: one rank has nothing to reduce")
         return
-    preparation, found = Preparation(), Found()
-    # From here on the peers wait for this rank, so any error must become its obstacle.
-    reason = _reason(lambda: found.read(runner, group, device, preparation))
+    found = Found()
+    try:
+        reason = found.read(runner, group.world_size)
+    except Exception as error:  # noqa: BLE001 - the peers wait for this rank's reason
+        reason = f"SGLang is not as this plugin expects: {engines.in_words(error)}"
     facts = found.facts
     outcome = engines.engine_communicator(
         process_group,
@@ -105,9 +75,9 @@ def _start(runner: Any) -> None:
             text = f"SGLang runs without fused reductions: {outcome.reason}"
             (announcer.info if found.off else announcer.warning)(text)
         return
-    say = announcer.warning if group.rank_in_group == 0 else _unheard
+    say = announcer.warning if group.rank_in_group == 0 else _log_nothing
     fusion = Fusion(outcome.communicator, group.all_reduce, say)
-    preparation.apply()
+    found.apply()
     activate(fusion)
     if group.rank_in_group == 0:
         _count_first_pass(facts.model, fusion)
@@ -115,50 +85,58 @@ def _start(runner: Any) -> None:
 
 @dataclass
 class Found:
-    """Facts about SGLang's run.
+    """Facts about SGLang's run, and the changes of its model. Applied after the ranks agreed.
 
     Attributes:
         facts: the model and its settings; None until they are read.
         off: whether the user switched the fusion off.
+        sites: layers that will leave their sums, with the norms that will complete them.
+        norms: every norm and its arithmetic.
     """
 
     facts: engine.Engine | None = None
     off: bool = False
+    sites: list[dense.Site] = field(default_factory=list)
+    norms: list[tuple[torch.nn.Module, NormArithmetic]] = field(default_factory=list)
 
-    def read(self, runner: Any, group: Any, device: Any, preparation: Preparation) -> str:
-        """Reads all facts; returns why nothing can be fused, or ""."""
+    def read(self, runner: Any, world_size: int) -> str:
+        """Reads everything and changes nothing. Returns why nothing can be fused, or ""."""
         reason = engines.disabled_reason()
         if not reason:
-            self.facts = engine.engine_of(runner, group, device)
+            self.facts = engine.engine_of(runner)
             reason = engine.switched_off()
         self.off = bool(reason)
-        return reason or _obstacle(self.facts, preparation)
+        if reason or self.facts is None:
+            return reason
+        reason = engine.obstacle(self.facts) or seams.obstacle(seams.probe())
+        if not reason:
+            self._read_model(self.facts.model, world_size)
+        return reason
+
+    def _read_model(self, model: torch.nn.Module, world_size: int) -> None:
+        self.sites += dense.sites(model, world_size, hidden_states_leave=engine.speculates())
+        readers = {id(norm): linear for norm, linear in dense.consumers(model)}
+        for module in model.modules():
+            if isinstance(module, classes()):
+                quant = quant_of(readers.get(id(module)))
+                self.norms.append((module, replace(arithmetic(module), quant=quant)))
+
+    def apply(self) -> None:
+        """Changes the model. Only sets attributes, which cannot fail on one rank alone."""
+        for module, how in self.norms:
+            setattr(module, ATTRIBUTE, how)
+        dense.wire(self.sites)
 
 
-def _obstacle(facts: engine.Engine | None, preparation: Preparation) -> str:
-    """Returns why nothing can be fused, or ""; also finds the changes of the model."""
-    assert facts is not None
-    reason = engine.obstacle(facts) or seams.obstacle(seams.probe())
-    if not reason:
-        preparation.find(facts)
-    return reason
-
-
-def _reason(step: Callable[[], str]) -> str:
-    try:
-        return step()
-    except Exception as error:  # noqa: BLE001 - told to all ranks, so that no rank fuses
-        return f"SGLang is not as this plugin expects: {type(error).__name__}: {error}"
-
-
-def _unheard(text: str) -> None:
-    """Logs nothing: rank 0 logs the same message."""
+def _log_nothing(text: str) -> None:
+    """Ignores a message that rank 0 logs."""
 
 
 def _count_first_pass(model: Any, fusion: Fusion) -> None:
-    """Logs how many norms the first forward pass fused, by a wrapper that then removes itself.
+    """Makes the model log after its first fused pass how many norms were fused.
 
-    It wraps `model.forward`, because SGLang calls that directly, without the module's hooks.
+    The wrapper replaces `model.forward`, because SGLang calls that without the module's hooks. It
+    removes itself.
     """
     forward = model.forward
     passes = 0
