@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import pickle
 import signal
 import statistics
 import subprocess
@@ -361,15 +360,6 @@ def test_a_death_amid_construction(pool: RankPool, after: float) -> None:
     assert results[0][0] in ("PeerDiedError", "PeerTimeoutError")
     assert results[0][1] < LATE_SECONDS
     assert set(pathlib.Path("/dev/shm").glob("allnorm-*")) <= before
-
-
-def test_errors_can_be_pickled() -> None:
-    for kind in (allnorm.PeerDiedError, allnorm.PeerLeftError):
-        error = kind("text", rank=1, peer=2, op=3, expected="a", seen="b")
-        copy = pickle.loads(pickle.dumps(error))
-        assert type(copy) is kind
-        assert (copy.peer, str(copy)) == (2, "text")
-        assert isinstance(copy, allnorm.PeerTimeoutError)
 
 
 # ---- Deaths ------------------------------------------------------------------------------------

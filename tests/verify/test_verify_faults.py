@@ -1,4 +1,4 @@
-"""The table of faults: what holds, and that it says so where something does not."""
+"""The table of faults: it passes, and it reports promises that do not hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allnorm.verify import faults
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines that run tests are busy; the table itself allows a second."""
+    """Allows more time than the table does, because machines that run tests are busy."""
     monkeypatch.setattr(faults, "SLACK_SECONDS", 10.0)
 
 
@@ -27,7 +27,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(("another",), 2, 0, id="divergences"),
         pytest.param(("comes", "SIGSTOP"), 3, 0, id="absences"),
-        pytest.param(("among", "exits"), 3, 0, id="deaths", marks=pytest.mark.slow),
+        pytest.param(("killed",), 3, 0, id="kills"),
+        pytest.param(("exits",), 3, 0, id="exits", marks=pytest.mark.slow),
         pytest.param(("dtype", "no residual", "another al"), 4, 2, id="divergences, islands"),
         pytest.param(("comes", "SIGSTOP"), 2, 1, id="absences, islands of one"),
         pytest.param(("among", "exits"), 4, 2, id="deaths, islands", marks=pytest.mark.slow),
@@ -37,7 +38,7 @@ def test_faults_are_noticed_and_named(
     words: tuple[str, ...], world_size: int, island_size: int
 ) -> None:
     rows = faults.run(world_size, "cpu", 0.7, words, island_size=island_size)
-    assert len(rows) >= (4 if island_size else 6)
+    assert len(rows) >= (4 if island_size else 3)
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
         assert f"names rank {world_size - 1}" in row["saw"]
@@ -49,7 +50,7 @@ def test_faults_are_noticed_and_named(
 @pytest.mark.world_size(2)
 @pytest.mark.usefixtures("patience")
 def test_faults_on_gpus() -> None:
-    rows = faults.run(2, "cuda", 1.0, ("another", "never", "never comes"))
+    rows = faults.run(2, "cuda", 1.0, ("another", "never", "killed"))
     assert len(rows) > 30
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
@@ -71,11 +72,11 @@ def saw(**changes: Any) -> dict[str, Any]:
         ([saw(problems=["out is not NaN"]), saw(), None], "rank 0: out is not NaN"),
     ],
 )
-def test_what_does_not_hold_is_said(seen: list[Any], complaint: str) -> None:
+def test_problems_are_reported(seen: list[Any], complaint: str) -> None:
     assert faults._problems(seen, "never comes", 2, 2.0) == ([complaint] if complaint else [])
 
 
-def test_a_divergence_must_be_called_one() -> None:
+def test_a_divergence_must_raise_its_own_error() -> None:
     seen = [saw(), saw(error="PeerDivergedError", peer=0), saw(error="PeerDivergedError", peer=1)]
     problems = faults._problems(seen, "another dtype", 2, 2.0)
     assert problems == [
@@ -84,14 +85,16 @@ def test_a_divergence_must_be_called_one() -> None:
     ]
 
 
-def test_what_ranks_leave_behind_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_shared_memory_of_the_ranks_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(faults, "_SHARED_MEMORY", tmp_path)
     for name in ("allnorm-12-a", "allnorm-7-b", "allnorm-7-a", "allnorm-71-a", "other-7-a"):
         (tmp_path / name).touch()
     assert faults._left_by({7, 8}) == ["allnorm-7-a", "allnorm-7-b"]
 
 
-def test_every_fault_applies_to_something() -> None:
+def test_every_fault_applies_to_some_call() -> None:
     names = [*faults.DIVERGENCES, *faults.ABSENCES, *faults.DEATHS]
     for name in names:
         for calls in (faults.ALGORITHMS, faults.CALLS_BETWEEN_ISLANDS):
@@ -100,9 +103,7 @@ def test_every_fault_applies_to_something() -> None:
         assert faults.applies(name, faults.ALGORITHMS["two_shot"]), name
 
 
-def test_a_fault_that_goes_wrong_is_the_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_set_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RankError({0: "no answer"})
 
@@ -117,7 +118,7 @@ def test_a_fault_that_goes_wrong_is_the_exit_code(
     assert all(row["problems"] and row["world_size"] == 2 for row in rows)
 
 
-def test_one_rank_has_nobody_to_fail() -> None:
+def test_faults_need_two_ranks() -> None:
     done = CliRunner().invoke(app, ("verify", "--faults", "--device", "cpu", "--tp", "1"))
     assert done.exit_code == 2
     assert "at least 2" in unwrapped(done.output)
