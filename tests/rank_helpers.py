@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import allnorm
 from allnorm import names, reference
-from allnorm.testing import RankPool
+from allnorm.testing import RankPool, gather
 from allnorm.testing.rank import device
 from allnorm.verify.calls import can_run, run_cases
 from allnorm.verify.case import Case, Experts
@@ -28,11 +28,18 @@ ALGORITHMS = ("auto", *names.ALGORITHMS)
 dtype_ids = {"argvalues": DTYPES, "ids": [str(dtype)[6:] for dtype in DTYPES]}
 
 
-def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> Callable[[Any], Any]:
+def on(
+    *, cpu: Iterable[int] = (), gpu: Iterable[int] = (), may_die: Iterable[int] = ()
+) -> Callable[[Any], Any]:
     """Runs a test once per device and world size.
 
     If the parameters of a test begin with `rank, world_size`, it runs in every rank; further
     parameters must be picklable. Any other test gets the fixture `pool` and starts ranks itself.
+
+    Args:
+        cpu: numbers of CPU ranks.
+        gpu: numbers of GPU ranks.
+        may_die: ranks whose process may die in a test that runs in ranks; -1 is the last one.
     """
     pools = pytest.mark.parametrize(
         "pool",
@@ -53,7 +60,8 @@ def on(*, cpu: Iterable[int] = (), gpu: Iterable[int] = ()) -> Callable[[Any], A
 
         @functools.wraps(test)
         def run(pool: RankPool, **arguments: Any) -> None:
-            pool.run(test, kwargs=arguments)
+            dying = [rank % pool.world_size for rank in may_die]
+            pool.run(test, kwargs=arguments, may_die=dying)
 
         pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         run.__signature__ = inspect.Signature([pool, *others[1:]])
@@ -92,6 +100,13 @@ def assert_ranks_agree(c: allnorm.Communicator, *tensors: torch.Tensor) -> None:
     digests: list[str] = [""] * c.world_size
     dist.all_gather_object(digests, digest.hexdigest(), group=c.group)
     assert len(set(digests)) == 1, f"the ranks hold different bits: {digests}"
+
+
+def same_on_every_rank(value: Any) -> Any:
+    """Returns `value`; fails unless every rank passes an equal one. Collective."""
+    values = gather(value)
+    assert all(other == value for other in values), values
+    return value
 
 
 def message_of(error: type[BaseException] | tuple[type[BaseException], ...], call: Any) -> str:

@@ -17,12 +17,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import ALGORITHMS, MODES, Case, assert_ranks_agree, comm, device, message_of, on
+from rank_helpers import (
+    ALGORITHMS,
+    MODES,
+    Case,
+    assert_ranks_agree,
+    comm,
+    device,
+    message_of,
+    on,
+    same_on_every_rank,
+)
 
 import allnorm
-from allnorm import reference
 from allnorm.core import _native, fast_call
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import RankPool, assert_same_bits, gather
 
 
 @on(cpu=(1, 2, 3), gpu=(1, 2, 8))
@@ -32,9 +41,7 @@ def test_attributes(rank: int, world_size: int) -> None:
         assert c.device == device()
         assert c.group is dist.group.WORLD
         assert c.check() is None
-        names: list[str] = [""] * world_size
-        dist.all_gather_object(names, c.name)
-        assert len(set(names)) == 1, "compiled graphs hold the name: the same on every rank"
+        same_on_every_rank(c.name)  # compiled graphs hold it
         assert isinstance(repr(c), str)
         Case().check(c)
 
@@ -74,15 +81,14 @@ def test_closed(rank: int, world_size: int) -> None:
         case.check(second)
 
 
-def many_creations(rank: int, world_size: int) -> int:
-    def mappings() -> int:
-        return len(pathlib.Path("/proc/self/maps").read_text().splitlines())
-
-    def open_files() -> int:
-        return len(os.listdir("/proc/self/fd"))
+@on(cpu=(2,), gpu=(2,))
+def test_nothing_accumulates(rank: int, world_size: int) -> None:
+    def mappings_and_files() -> int:
+        mappings = pathlib.Path("/proc/self/maps").read_text().splitlines()
+        return len(mappings) + len(os.listdir("/proc/self/fd"))
 
     before = 0
-    gc.freeze()  # or each collection looks at all that earlier tests have left
+    gc.freeze()  # otherwise each collection visits the objects of earlier tests
     for i in range(24):
         c = allnorm.Communicator(device=device(), workspace_bytes=1 << 20)
         Case((1, 64), call=i).check(c)
@@ -91,29 +97,19 @@ def many_creations(rank: int, world_size: int) -> int:
         del c
         gc.collect()
         if i == 7:
-            before = mappings() + open_files()
+            before = mappings_and_files()
     gc.unfreeze()
-    return mappings() + open_files() - before
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_nothing_accumulates(pool: RankPool) -> None:
-    assert max(pool.run(many_creations)) < 12
-
-
-def unlinked(rank: int, world_size: int) -> list[str]:
-    c = allnorm.Communicator(device=device())
-    Case().check(c)
-    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
-    c.close()
-    return [line for line in lines if "/dev/shm/" in line]
+    assert mappings_and_files() - before < 12
 
 
 @on(cpu=(2, 5))
-def test_shared_memory_has_no_name_any_more(pool: RankPool) -> None:
-    for lines in pool.run(unlinked):
-        assert lines, "the workspace is in POSIX shared memory"
-        assert all(line.endswith("(deleted)") for line in lines), lines
+def test_names_of_shared_memory_are_removed(rank: int, world_size: int) -> None:
+    with allnorm.Communicator(device=device()) as c:
+        Case().check(c)
+        lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    lines = [line for line in lines if "/dev/shm/" in line]
+    assert lines, "the workspace is in POSIX shared memory"
+    assert all(line.endswith("(deleted)") for line in lines), lines
 
 
 @on(cpu=(2, 3), gpu=(2, 3, 8))
@@ -171,13 +167,15 @@ def test_default_numerics(rank: int, world_size: int) -> None:
     assert not torch.equal(results["rounded"], results["vllm"])
 
 
-def wrong_creations(rank: int, world_size: int) -> list[str]:
+@on(cpu=(2,), gpu=(2,))
+def test_wrong_arguments_of_the_constructor(rank: int, world_size: int) -> None:
     second = datetime.timedelta(seconds=1)
     attempts: dict[str, tuple[type[Exception] | tuple[type[Exception], ...], dict[str, object]]] = {
         "numerics": (ValueError, {"numerics": "exact"}),
-        "timeout": (ValueError, {"timeout": -second}),
-        "timeout_zero": (ValueError, {"timeout": 0 * second}),
-        "timeout_type": ((ValueError, TypeError), {"timeout": "5"}),
+        **{
+            f"timeout {wrong}": (ValueError, {"timeout": wrong})
+            for wrong in (0, -0.5, float("nan"), float("inf"), True, "5", -second, 0 * second)
+        },
         "workspace": (ValueError, {"workspace_bytes": 100}),
         "workspace_zero": (ValueError, {"workspace_bytes": 0}),
         "workspace_negative": (ValueError, {"workspace_bytes": -(1 << 20)}),
@@ -192,35 +190,24 @@ def wrong_creations(rank: int, world_size: int) -> list[str]:
     for error, arguments in attempts.values():
         arguments = {"device": device(), **arguments}
         texts.append(message_of(error, lambda a=arguments: allnorm.Communicator(**a)))
+    assert "'exact'" in same_on_every_rank(texts)[0]
     with allnorm.Communicator(device=device()) as c:
         Case().check(c)
-    return texts
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_wrong_arguments_of_the_constructor(pool: RankPool) -> None:
-    texts = pool.run(wrong_creations)
-    assert texts[0] == texts[1]
-    assert "'exact'" in texts[0][0]
-
-
-def one_rank_fails(rank: int, world_size: int) -> str:
+@on(cpu=(3,), gpu=(3,))
+def test_one_failing_rank_fails_all(rank: int, world_size: int) -> None:
     numerics = "exact" if rank == 1 else "rounded"
     text = message_of(
         (allnorm.AllnormError, ValueError),
         lambda: allnorm.Communicator(device=device(), numerics=numerics),
     )
-    with allnorm.Communicator(device=device()) as c:
-        Case().check(c)
-    return text
-
-
-@on(cpu=(3,), gpu=(3,))
-def test_one_failing_rank_fails_all(pool: RankPool) -> None:
-    texts = pool.run(one_rank_fails)
+    texts = gather(text)
     assert texts[1].startswith("ValueError")
     assert texts[0] == texts[2]
     assert "rank 1" in texts[0]
+    with allnorm.Communicator(device=device()) as c:
+        Case().check(c)
 
 
 def other_build(rank: int) -> Any:
@@ -241,7 +228,8 @@ DIFFERENT: dict[str, Callable[[int], object]] = {
 }
 
 
-def differing(rank: int, world_size: int) -> list[str]:
+@on(cpu=(2,), gpu=(2,))
+def test_ranks_must_pass_the_same(rank: int, world_size: int) -> None:
     memory = shared_memory()
     texts = [
         message_of(
@@ -253,21 +241,14 @@ def differing(rank: int, world_size: int) -> list[str]:
     with other_build(rank):
         texts.append(message_of(ValueError, lambda: allnorm.Communicator(device=device())))
     assert shared_memory() == memory
-    with allnorm.Communicator(device=device(), first_op=(1 << 32) + rank * (1 << 32)) as c:
-        Case().check(c)  # they wrap
-    return texts
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_ranks_must_pass_the_same(pool: RankPool) -> None:
-    texts = pool.run(differing)
-    assert texts[0] == texts[1]
-    for name, text in zip([*DIFFERENT, "library"], texts[0], strict=True):
+    for name, text in zip([*DIFFERENT, "library"], same_on_every_rank(texts), strict=True):
         assert f"different: {name} is " in text
-    assert "workspace_bytes is 1048576 on rank 0, 2097152 on rank 1. Pass the same" in texts[0][0]
-    assert "first_op is 7 on rank 0, 8 on rank 1." in texts[0][3]
-    assert "9.9.9" in texts[0][-1]
-    assert "same build" in texts[0][-1]
+    assert "workspace_bytes is 1048576 on rank 0, 2097152 on rank 1. Pass the same" in texts[0]
+    assert "first_op is 7 on rank 0, 8 on rank 1." in texts[3]
+    assert "9.9.9" in texts[-1]
+    assert "same build" in texts[-1]
+    with allnorm.Communicator(device=device(), first_op=(1 << 32) + rank * (1 << 32)) as c:
+        Case().check(c)  # operation numbers wrap, so both ranks pass the same
 
 
 def shared_memory() -> list[str]:
@@ -276,8 +257,9 @@ def shared_memory() -> list[str]:
         return [line.split()[0] for line in file if "/allnorm-" in line]
 
 
-def failing_start(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """The last steps of creation fail: nothing of the earlier steps is left."""
+@on(cpu=(2,), gpu=(2,))
+def test_a_failed_start_leaves_nothing(rank: int, world_size: int) -> None:
+    """If the last steps of creation fail, what earlier steps made is freed."""
 
     def fail(*args: object, **named: object) -> None:
         raise OSError("no more of these")
@@ -298,16 +280,10 @@ def failing_start(rank: int, world_size: int) -> tuple[list[str], list[str]]:
         with mock.patch.object(fast_call, "new", fail):
             texts.append(message_of(OSError, lambda: allnorm.Communicator(device=device())))
         assert len(closed) == 1 + (rank != 1)
+    assert all("no more of these" in text for text in texts)
     assert shared_memory() == before
+    assert before or device().type == "cuda", "there must be mappings to compare"
     Case().check(comm())
-    return texts, before
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_a_failed_start_leaves_nothing(pool: RankPool) -> None:
-    for texts, mapped in pool.run(failing_start):
-        assert all("no more of these" in text for text in texts)
-        assert mapped or device().type == "cuda", "or the test sees nothing at all"
 
 
 def with_environment(change: dict[str, str], call: Callable[[], object]) -> object:
@@ -319,14 +295,15 @@ def with_environment(change: dict[str, str], call: Callable[[], object]) -> obje
             del os.environ[name]
 
 
-# Kubernetes sets them in every pod beside a service called allnorm; the last is a Dockerfile's.
+# Variables that Kubernetes sets for a service called allnorm, and one of a Dockerfile.
 POD = (
     *("ALLNORM_SERVICE_HOST", "ALLNORM_SERVICE_PORT", "ALLNORM_PORT", "ALLNORM_PORT_80_TCP_PROTO"),
     "ALLNORM_VERSION",
 )
 
 
-def environment(rank: int, world_size: int) -> list[str]:
+@on(cpu=(2,), gpu=(2,))
+def test_environment(rank: int, world_size: int) -> None:
     def create() -> allnorm.Communicator:
         return allnorm.Communicator(device=device())
 
@@ -339,6 +316,9 @@ def environment(rank: int, world_size: int) -> list[str]:
             {"ALLNORM_TIMEOUT_SECONDS": "0"},
         )
     ]
+    assert all(text.startswith("ConfigurationError") for text in same_on_every_rank(texts))
+    assert "ALLNORM_WORKSPACE_BYTE:" in texts[0]
+    assert "lots" in texts[1]
     c = with_environment(
         {"ALLNORM_WORKSPACE_BYTES": str(64 << 10), "ALLNORM_TIMEOUT_SECONDS": "2.5"}, create
     )
@@ -361,45 +341,11 @@ def environment(rank: int, world_size: int) -> list[str]:
     said = [str(w.message) for w in caught if "ignores the environment" in str(w.message)]
     assert len(said) == (1 if rank == 0 else 0)
     assert all(name in said[0] for name in pod)
-    return texts
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_environment(pool: RankPool) -> None:
-    texts = pool.run(environment)
-    assert texts[0] == texts[1]
-    assert "ALLNORM_WORKSPACE_BYTE:" in texts[0][0]
-    assert "lots" in texts[0][1]
-    assert all(text.startswith("ConfigurationError") for text in texts[0])
 
 
 def test_needs_torch_distributed() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         allnorm.Communicator(device="cpu")
-
-
-@on(cpu=(2, 3))
-def test_one_communicator_per_thread(rank: int, world_size: int) -> None:
-    """Several threads each use their own communicator at the same time."""
-    import threading
-
-    comms = [allnorm.Communicator(device=torch.device("cpu")) for _ in range(3)]
-    errors: list[BaseException] = []
-
-    def work(c: allnorm.Communicator, seed: int) -> None:
-        try:
-            for call in range(20):
-                x = [Case((3, 64), call=100 * seed + call).x(r) for r in range(world_size)]
-                assert_same_bits(c.all_reduce(x[rank]), reference.all_reduce(x), f"{seed} {call}")
-        except BaseException as error:  # noqa: BLE001 - reported below
-            errors.append(error)
-
-    workers = [threading.Thread(target=work, args=(c, i)) for i, c in enumerate(comms)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not errors, errors
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -421,7 +367,7 @@ def test_numbers_of_other_types(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_positions_and_defaults(rank: int, world_size: int) -> None:
-    """`quant` and `return_normed` by position, and the default: as the documented signature."""
+    """`quant` and `return_normed` may be passed by position and have the documented defaults."""
     c = comm()
     case = Case((3, 256))
     x, residual, weight = case.x(rank), case.residual_tensor(), case.weight()

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -373,6 +374,33 @@ def test_a_different_unfused_operation(rank: int, world_size: int) -> None:
             assert (caught.value.expected, caught.value.seen) == (both[rank], both[1 - rank])
         for call in calls.values():
             call()
+
+
+@on(cpu=(2, 3), gpu=(2,))
+def test_unfused_calls_between_machines(rank: int, world_size: int) -> None:
+    """Ranks on different machines announce their calls through the store."""
+    case = Case((5, 512), algorithm="unfused")
+    with mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank}"):
+        c = allnorm.Communicator(device=device(), timeout=1.0)
+    for call in range(3):
+        case.but(call=call).check(c)
+    other = case.but(eps=1e-5 if rank == 0 else 1e-6)
+    with pytest.raises(allnorm.PeerDivergedError):
+        other.run(c)
+    case.check(c)
+    dist.barrier()
+    if rank == 1:
+        dist.barrier()
+        c.close()
+        return
+    with pytest.raises(allnorm.PeerTimeoutError) as caught:
+        case.run(c)
+    assert type(caught.value) is allnorm.PeerTimeoutError
+    assert caught.value.peer == 1 or rank != 0
+    with pytest.raises(allnorm.PeerTimeoutError):
+        c.check()
+    dist.barrier()
+    c.close()
 
 
 def test_call_tags_are_described_in_errors() -> None:

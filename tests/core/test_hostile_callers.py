@@ -1,6 +1,6 @@
-"""Callers that do what they should not: forks, signals, close() in the middle, threads, limits.
+"""Hostile callers: forks, signals, close() during a call, copies, resource limits.
 
-No case hangs beyond its bound, none gives a wrong result, nothing is left in shared memory.
+No case may hang, give a wrong result or leave shared memory behind.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
-import functools
 import gc
 import multiprocessing
 import os
@@ -29,11 +28,10 @@ from rank_helpers import Case, device, on
 
 import allnorm
 from allnorm.core import _native, fast_call, watch
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 NEVER = datetime.timedelta(hours=2)
-# What takes 0.1 s at most on a machine that does nothing else.
-LATE_SECONDS = 10.0
+LATE_SECONDS = 10.0  # limit on a busy machine for what takes at most 0.1 s on an idle one
 CASE = Case((5, 512), algorithm="one_shot")
 KEPT: list[Any] = []
 
@@ -42,7 +40,7 @@ KEPT: list[Any] = []
 def nothing_left() -> Iterator[None]:
     before = in_shared_memory()
     yield
-    # Other tests run beside these: their names come and go, one that was left stays.
+    # Tests that run at the same time create and remove files; a file that was left stays.
     left, end = in_shared_memory() - before, time.monotonic() + 5
     while left and time.monotonic() < end:
         time.sleep(0.01)
@@ -56,13 +54,13 @@ def in_shared_memory() -> set[pathlib.Path]:
 
 def make(**arguments: Any) -> allnorm.Communicator:
     c = allnorm.Communicator(device=device(), **{"timeout": NEVER, **arguments})
-    for call in range(4):  # from the third time on by the path without Python
+    for call in range(4):  # C dispatches the call from the third time on
         CASE.but(call=call).check(c)
     return c
 
 
-def run_to_its_end(c: allnorm.Communicator, case: Case) -> None:
-    case.run(c)
+def run_and_check(c: allnorm.Communicator) -> None:
+    CASE.run(c)
     synchronize()
     c.check()
 
@@ -75,13 +73,16 @@ def synchronize() -> None:
 def fails_within(
     kind: type[allnorm.PeerTimeoutError], call: Callable[[], Any], times: int
 ) -> allnorm.PeerTimeoutError:
-    """The error of one of so many calls: what a rank published before it left is there."""
+    """Returns the error of one of `times` calls.
+
+    Data that a peer sent before it left is used, so calls before that may succeed.
+    """
     for _ in range(times):
         try:
             call()
         except kind as error:
             return error
-    raise AssertionError(f"{times} calls went through")
+    raise AssertionError(f"none of {times} calls failed")
 
 
 def kinds_of_calls(c: allnorm.Communicator) -> dict[str, Callable[[], Any]]:
@@ -101,7 +102,7 @@ def kinds_of_calls(c: allnorm.Communicator) -> dict[str, Callable[[], Any]]:
 
 
 def in_fork(body: Callable[[], None]) -> None:
-    """Runs `body` in a child of fork(); its failure is one here."""
+    """Runs `body` in a forked child; raises here if it fails there."""
     out, into = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -109,7 +110,7 @@ def in_fork(body: Callable[[], None]) -> None:
             signal.alarm(60)
             body()
             os.write(into, b"fine")
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
             os.write(into, f"{type(error).__name__}: {error}"[:4000].encode())
         finally:
             os._exit(0)
@@ -129,13 +130,13 @@ def assert_refused(calls: dict[str, Callable[[], Any]]) -> None:
 
 def use_in_fork(c: allnorm.Communicator) -> None:
     assert_refused({"check": c.check, "close": c.close, "enter": c.__enter__})
-    if c.device.type == "cpu":  # CUDA itself is not to be touched in a fork
+    if c.device.type == "cpu":  # a forked child must not use CUDA
         assert_refused({**kinds_of_calls(c), "plan": lambda: c.plan(5, 512)})
     else:
         assert_refused({"call": lambda: c.all_reduce(KEPT[-1]), "again": lambda: c.plan(5, 512)})
     with pytest.raises(allnorm.CommunicatorClosedError):
         allnorm.communicator.communicator(c.name)
-    # Past every check of Python's, as another language would.
+    # The library itself refuses too: other languages call it without Python's checks.
     fault = _native.Fault()
     assert (
         c._endpoint._library.comm_check(c._endpoint._handle, _native.ctypes.addressof(fault))
@@ -147,21 +148,21 @@ def use_in_fork(c: allnorm.Communicator) -> None:
     gc.collect()
 
 
-def let_go_in_fork(box: list[allnorm.Communicator]) -> None:
+def delete_in_fork(box: list[allnorm.Communicator]) -> None:
     box.clear()
     gc.collect()
 
 
 @on(cpu=(2, 3), gpu=(2,))
-def test_a_child_of_fork_touches_nothing(rank: int, world_size: int) -> None:
+def test_a_forked_child_changes_nothing(rank: int, world_size: int) -> None:
     box = [make()]
     KEPT.append(CASE.x(rank))
     if rank == 0:
         in_fork(lambda: use_in_fork(box[0]))
     if rank == 1:
-        in_fork(lambda: let_go_in_fork(box))
-        child = multiprocessing.get_context("fork").Process(target=let_go_in_fork, args=(box,))
-        # A rank is a daemon, which may have no children.
+        in_fork(lambda: delete_in_fork(box))
+        child = multiprocessing.get_context("fork").Process(target=delete_in_fork, args=(box,))
+        # Ranks are daemons, which multiprocessing allows no children.
         with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
             child.start()
         child.join()
@@ -176,7 +177,7 @@ def test_a_child_of_fork_touches_nothing(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_a_fork_while_a_call_waits(rank: int, world_size: int) -> None:
-    """While a thread waits in a call, and so holds the lock."""
+    """A thread that waits in a call holds the lock when the process forks."""
     c = make()
     results: list[Any] = []
     if rank == 0:
@@ -194,13 +195,16 @@ def test_a_fork_while_a_call_waits(rank: int, world_size: int) -> None:
     c.close()
 
 
-def own_group_in_fork(rank: int, world_size: int, folder: str) -> None:
+@on(cpu=(2,))
+def test_a_forked_child_may_create_its_own_communicator(
+    rank: int, world_size: int, tmp_path: pathlib.Path
+) -> None:
     c = make()
 
     def alone() -> None:
-        dist.distributed_c10d._world.pg_map.clear()  # gloo's threads are not here
+        dist.distributed_c10d._world.pg_map.clear()  # gloo's threads do not exist in the child
         dist.distributed_c10d._update_default_pg(None)
-        store = dist.FileStore(f"{folder}/{rank}", 1)
+        store = dist.FileStore(f"{tmp_path}/{rank}", 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         with allnorm.Communicator(device="cpu") as mine:
             assert_same_bits(mine.all_reduce(torch.ones(2, 8)), torch.ones(2, 8))
@@ -211,15 +215,10 @@ def own_group_in_fork(rank: int, world_size: int, folder: str) -> None:
     c.close()
 
 
-@on(cpu=(2,))
-def test_a_fork_may_make_its_own(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    pool.run(own_group_in_fork, str(tmp_path))
-
-
 # ---- Signals -----------------------------------------------------------------------------------
 
 needs_library = pytest.mark.skipif(
-    not fast_call.available(), reason="built without Python's headers: waits see no signals"
+    not fast_call.available(), reason="built without Python's headers: signals end no wait"
 )
 
 
@@ -233,7 +232,7 @@ def handler(number: int, function: Any) -> Iterator[None]:
 
 
 def send(number: int, after: float) -> Callable[[], float]:
-    """Sends this process a signal in a while; the function returned says when it did."""
+    """Sends this process a signal after `after` seconds; returns a function for that time."""
     sent: list[float] = []
 
     def fire() -> None:
@@ -244,9 +243,13 @@ def send(number: int, after: float) -> Callable[[], float]:
     return lambda: sent[0]
 
 
-def interrupted(rank: int, world_size: int, kind: str) -> float | str:
+@needs_library
+@on(cpu=(2, 3))
+@pytest.mark.parametrize(
+    "kind", ["repeated", "all_reduce", "two_shot", "quant", "gather", "unfused"]
+)
+def test_ctrl_c_ends_a_wait(rank: int, world_size: int, kind: str) -> None:
     c = make()
-    assert c.group is not None
     calls = kinds_of_calls(c)
     dist.barrier()
     if rank == 0:
@@ -254,7 +257,7 @@ def interrupted(rank: int, world_size: int, kind: str) -> float | str:
             sent = send(signal.SIGINT, 0.3)
             with pytest.raises(KeyboardInterrupt):
                 calls[kind]()
-        seconds = time.monotonic() - sent()
+        assert time.monotonic() - sent() < 1.0
         with pytest.raises(allnorm.PeerTimeoutError, match="was interrupted"):
             c.check()
         for again in calls.values():
@@ -263,9 +266,9 @@ def interrupted(rank: int, world_size: int, kind: str) -> float | str:
         dist.barrier()
         dist.barrier()
         c.close()
-        return seconds
+        return
     dist.barrier()
-    assert c.check() is None, "nobody has needed rank 0"
+    assert c.check() is None, "this rank has not waited for rank 0 yet"
     start = time.monotonic()
     error = fails_within(allnorm.PeerLeftError, calls[kind], 2)
     assert "was interrupted" in str(error)
@@ -277,18 +280,6 @@ def interrupted(rank: int, world_size: int, kind: str) -> float | str:
     assert out.isnan().all()
     dist.barrier()
     c.close()
-    return str(error)
-
-
-@needs_library
-@on(cpu=(2, 3))
-@pytest.mark.parametrize(
-    "kind", ["repeated", "all_reduce", "two_shot", "quant", "gather", "unfused"]
-)
-def test_ctrl_c_ends_a_wait(pool: RankPool, kind: str) -> None:
-    seconds = pool.run(interrupted, kind)[0]
-    print(f"{kind}: KeyboardInterrupt {1e3 * seconds:.0f} ms after the signal")
-    assert seconds < 1.0
 
 
 class RaisedError(Exception):
@@ -298,7 +289,7 @@ class RaisedError(Exception):
 @needs_library
 @on(cpu=(2,))
 def test_handlers_that_call(rank: int, world_size: int) -> None:
-    """Handlers that only take a note, that call, that close, that check: the wait goes on."""
+    """The wait continues after handlers that call, close, check, or only append to a list."""
     c, other = make(), make()
     notes: list[str] = []
 
@@ -322,7 +313,7 @@ def test_handlers_that_call(rank: int, world_size: int) -> None:
         else:
             time.sleep(0.6)
             case.check(c)
-    # Another communicator is free.
+    # A handler may use a different communicator.
     dist.barrier()
     if rank == 0:
         with handler(signal.SIGALRM, lambda *_: CASE.check(other)):
@@ -368,50 +359,17 @@ def test_a_handler_that_raises_ends_the_wait(rank: int, world_size: int) -> None
     CASE.check(make())
 
 
-def stopped(rank: int, world_size: int, pause: float, timeout: float) -> str:
-    c = make(timeout=timeout)
-    pids: list[int] = [0] * world_size
-    dist.all_gather_object(pids, os.getpid())
-    if rank == 0:
-        os.kill(pids[1], signal.SIGSTOP)
-        wake = threading.Timer(pause, os.kill, (pids[1], signal.SIGCONT))
-        wake.start()
-    try:
-        for call in range(3):
-            case = CASE.but(call=call)
-            results = case.run(c)
-            if c.device.type == "cuda":
-                torch.cuda.synchronize()
-            c.check()
-            case.compare(c, *results)
-        text = "right"
-    except allnorm.PeerTimeoutError as error:
-        text = type(error).__name__
-    if rank == 0:
-        wake.join()
-    dist.barrier()
-    c.close()
-    return text
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_a_peer_that_is_stopped(pool: RankPool) -> None:
-    """It lives: the deadline decides, and a pause within it is none."""
-    assert pool.run(stopped, 1.0, 60) == ["right", "right"]
-    assert pool.run(stopped, 2.5, 0.5)[0] == "PeerTimeoutError"
-
-
 # ---- close() -----------------------------------------------------------------------------------
 
 
-def closed_amid_a_call(rank: int, world_size: int, kind: str) -> list[str]:
+@on(cpu=(2,))
+@pytest.mark.parametrize("kind", ["repeated", "two_shot", "gather", "unfused"])
+def test_close_while_another_thread_calls(rank: int, world_size: int, kind: str) -> None:
     c = make()
     calls = kinds_of_calls(c)
     dist.barrier()
     seen: list[str] = []
     if rank == 0:
-        if device().type == "cpu":
-            synchronize()
 
         def call() -> None:
             try:
@@ -430,6 +388,8 @@ def closed_amid_a_call(rank: int, world_size: int, kind: str) -> list[str]:
         for thread in (worker, *closers):
             thread.join()
         assert time.monotonic() - start < LATE_SECONDS
+        assert len(seen) == 1
+        assert seen[0].startswith("CommunicatorClosedError"), seen
         for again in calls.values():
             with pytest.raises(allnorm.CommunicatorClosedError):
                 again()
@@ -439,20 +399,11 @@ def closed_amid_a_call(rank: int, world_size: int, kind: str) -> list[str]:
     dist.barrier()
     c.close()
     CASE.check(make())
-    return seen
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("kind", ["repeated", "two_shot", "gather", "unfused"])
-def test_close_while_another_thread_calls(pool: RankPool, kind: str) -> None:
-    seen = pool.run(closed_amid_a_call, kind)[0]
-    assert len(seen) == 1
-    assert all(text.startswith("CommunicatorClosedError") for text in seen), seen
 
 
 @on(cpu=(2,))
 def test_close_at_any_time(rank: int, world_size: int) -> None:
-    """Calls that all ranks make, and close() somewhere among them: right, closed, or left."""
+    """Calls before close() are right; later ones raise that the communicator or peer left."""
     for number in range(10):
         c = make()
         seen: list[str] = []
@@ -464,18 +415,20 @@ def test_close_at_any_time(rank: int, world_size: int) -> None:
             except allnorm.AllnormError as error:
                 seen.append(type(error).__name__)
 
-        workers = [threading.Thread(target=call) for _ in range(1)]
-        for worker in workers:
-            worker.start()
+        worker = threading.Thread(target=call)
+        worker.start()
         time.sleep(0.002 * number)
         c.close()
-        for worker in workers:
-            worker.join()
+        worker.join()
         assert set(seen) <= {"CommunicatorClosedError", "PeerLeftError"}, seen
         dist.barrier()
 
 
-def leaves_properly(rank: int, world_size: int, how: str) -> None:
+@on(cpu=(2,), gpu=(2,), may_die=[1])
+@pytest.mark.parametrize("how", ["closes", "exits"])
+def test_a_rank_that_ends_is_an_error_only_once_it_is_needed(
+    rank: int, world_size: int, how: str
+) -> None:
     c = make()
     dist.barrier()
     if rank == 1:
@@ -485,7 +438,7 @@ def leaves_properly(rank: int, world_size: int, how: str) -> None:
     time.sleep(2 * watch.SETTLED_SECONDS + 0.5)
     synchronize()
     assert c.check() is None, "all calls were complete"
-    error = fails_within(allnorm.PeerTimeoutError, lambda: run_to_its_end(c, CASE), 1)
+    error = fails_within(allnorm.PeerTimeoutError, lambda: run_and_check(c), 1)
     assert error.peer == 1
     if c.device.type == "cpu":
         kind = allnorm.PeerLeftError if how == "closes" else allnorm.PeerDiedError
@@ -493,41 +446,7 @@ def leaves_properly(rank: int, world_size: int, how: str) -> None:
     c.close()
 
 
-@on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("how", ["closes", "exits"])
-def test_an_end_is_no_fault_until_somebody_needs_it(pool: RankPool, how: str) -> None:
-    pool.run(leaves_properly, how, may_die=[1])
-
-
-# ---- Threads, copies -----------------------------------------------------------------------------
-
-
-@on(cpu=(2,))
-def test_threads_that_take_turns(rank: int, world_size: int) -> None:
-    """In turns, and the same calls in each thread, so that any order is the same on every rank."""
-    c = make()
-    expected = CASE.expected(world_size)
-    x, residual, weight = CASE.x(rank), CASE.residual_tensor(), CASE.weight()
-    failures: list[BaseException] = []
-    turn = threading.Lock()
-
-    def call() -> None:
-        try:
-            for _ in range(50):
-                with turn:
-                    got = c.all_reduce_add_rms_norm(x, residual, weight, 1e-6, algorithm="one_shot")
-                for a, b in zip(got, expected, strict=True):
-                    assert_same_bits(a, b)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-    c.close()
+# ---- Copies --------------------------------------------------------------------------------------
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -557,10 +476,19 @@ def limit(kind: int, value: int) -> Iterator[None]:
         resource.setrlimit(kind, (soft, hard))
 
 
-def limited(rank: int, world_size: int, what: str) -> str:
-    """One rank has too little of something; all raise, and the next communicator works."""
+@on(cpu=(2,))
+@pytest.mark.parametrize(
+    ("what", "culprit", "words"),
+    [
+        ("address space", 1, "cannot map"),
+        ("file size", 0, "RLIMIT_FSIZE"),
+        ("/dev/shm", 0, "MiB free"),
+    ],
+)
+def test_limits(rank: int, world_size: int, what: str, culprit: int, words: str) -> None:
+    """If one rank lacks a resource, all ranks raise, and the next communicator works."""
     size, place = 64 << 20, contextlib.nullcontext()
-    if rank == (1 if what == "address space" else 0):
+    if rank == culprit:
         if what == "address space":
             used = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
             place = limit(resource.RLIMIT_AS, used * resource.getpagesize() + (8 << 20))
@@ -571,22 +499,12 @@ def limited(rank: int, world_size: int, what: str) -> str:
         size = space.f_blocks * space.f_frsize
     with place, pytest.raises((allnorm.AllnormError, OSError)) as caught:
         allnorm.Communicator(device="cpu", workspace_bytes=size, timeout=60)
-    text = str(caught.value)
+    assert (words if rank == culprit else f"failed on rank {culprit}") in str(caught.value)
     make().close()
-    return text
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("what", ["address space", "file size", "/dev/shm"])
-def test_limits(pool: RankPool, what: str) -> None:
-    texts = pool.run(limited, what)
-    culprit = 1 if what == "address space" else 0
-    assert f"failed on rank {culprit}" in texts[1 - culprit], texts
-    words = {"address space": "cannot map", "file size": "RLIMIT_FSIZE", "/dev/shm": "MiB free"}
-    assert words[what] in texts[culprit], texts
-
-
-def another_library(rank: int, world_size: int) -> str:
+def test_a_library_of_a_different_build(rank: int, world_size: int) -> None:
     _native.library.cache_clear()
     wrong = _native.ABI_VERSION + (rank == 1)
     try:
@@ -598,105 +516,19 @@ def another_library(rank: int, world_size: int) -> str:
     finally:
         _native.library.cache_clear()
     make().close()
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@on(cpu=(2,))
-def test_a_library_of_another_build(pool: RankPool) -> None:
-    texts = pool.run(another_library)
-    assert texts[1].startswith("NativeLibraryError")
-    assert "different builds" in texts[1]
-    assert "failed on rank 1: NativeLibraryError" in texts[0]
-
-
-# ---- timeout, unfused --------------------------------------------------------------------------
-
-
-def timeouts(rank: int, world_size: int) -> list[str]:
-    for given, seconds in ((7, 7.0), (0.25, 0.25), (datetime.timedelta(minutes=1), 60.0)):
-        with allnorm.Communicator(device=device(), timeout=given) as c:
-            assert c.timeout == datetime.timedelta(seconds=seconds)
-    texts = []
-    for wrong in (0, -1, -0.5, float("nan"), float("inf"), True, "5", datetime.timedelta(0)):
-        with pytest.raises(ValueError, match="timeout=") as caught:
-            allnorm.Communicator(device=device(), timeout=wrong)
-        texts.append(str(caught.value))
-    return texts
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_timeout_takes_seconds(pool: RankPool) -> None:
-    for texts in pool.run(timeouts):
-        assert all("expected a positive number of seconds" in text for text in texts)
-
-
-def unfused_alone(rank: int, world_size: int, other: str) -> tuple[str, int, float]:
-    """Rank 0 runs unfused; rank 1 does not come, or comes with a call that is not."""
-    c = make(timeout=0.7)
-    case = CASE.but(algorithm="unfused")
-    case.check(c)
-    dist.barrier()
-    if rank == 1 and other == "never":
-        KEPT.append(c)
-        dist.barrier()
-        KEPT.clear()
-        return "", -1, 0.0
-    start = time.monotonic()
-    mine = case if rank == 0 else CASE
-    error = fails_within(allnorm.PeerTimeoutError, lambda: run_to_its_end(c, mine), 1)
-    seconds = time.monotonic() - start
-    for again in (c.check, functools.partial(case.run, c)):
-        with pytest.raises(allnorm.PeerTimeoutError):
-            again()
-    dist.barrier()
-    c.close()
-    return type(error).__name__, error.peer, seconds
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_unfused_waits_like_the_others(pool: RankPool) -> None:
-    kind, peer, seconds = pool.run(unfused_alone, "never")[0]
-    assert (kind, peer) == ("PeerTimeoutError", 1)
-    assert 0.6 < seconds < LATE_SECONDS
-    results = pool.run(unfused_alone, "fused")
-    expected = "PeerDivergedError" if pool.device == "cpu" else "PeerTimeoutError"
-    assert [(kind, peer) for kind, peer, _ in results] == [(expected, 1), (expected, 0)]
-
-
-def unfused_over_messages(rank: int, world_size: int) -> tuple[str, int]:
-    """As between machines: announcements go through the store."""
-    with mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank}"):
-        c = allnorm.Communicator(device=device(), timeout=1.0)
-    for call in range(3):
-        CASE.but(call=call, algorithm="unfused").check(c)
-    other = CASE.but(algorithm="unfused", eps=1e-5 if rank == 0 else 1e-6)
-    with pytest.raises(allnorm.PeerDivergedError):
-        other.run(c)
-    CASE.but(algorithm="unfused").check(c)
-    dist.barrier()
-    if rank == 1:
-        dist.barrier()
-        c.close()
-        return "", -1
-    with pytest.raises(allnorm.PeerTimeoutError) as caught:
-        CASE.but(algorithm="unfused").run(c)
-    with pytest.raises(allnorm.PeerTimeoutError):
-        c.check()
-    dist.barrier()
-    c.close()
-    return type(caught.value).__name__, caught.value.peer
-
-
-@on(cpu=(2, 3), gpu=(2,))
-def test_unfused_between_machines(pool: RankPool) -> None:
-    results = pool.run(unfused_over_messages)
-    assert results[0] == ("PeerTimeoutError", 1)
+    if rank == 0:
+        assert "failed on rank 1: NativeLibraryError" in str(caught.value)
+    else:
+        assert type(caught.value) is allnorm.NativeLibraryError
+        assert "different builds" in str(caught.value)
 
 
 # ---- On GPUs -----------------------------------------------------------------------------------
 
 
-def killed_beside_gpu_work(rank: int, world_size: int, graph: bool) -> float | None:
+@on(gpu=(2, 4), may_die=[-1])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_killed_peer_ends_kernels(rank: int, world_size: int, graph: bool) -> None:
     """The last rank is killed while the others call, or replay a graph of calls."""
     c = make()
     x = CASE.x(rank)
@@ -715,24 +547,13 @@ def killed_beside_gpu_work(rank: int, world_size: int, graph: bool) -> float | N
         c.check()
 
     assert fails_within(allnorm.PeerDiedError, once, 1 << 30).peer == world_size - 1
-    seconds = time.monotonic() - start - 0.3
+    assert time.monotonic() - start - 0.3 < 2.0
     c.close()
-    return seconds
-
-
-@on(gpu=(2, 4))
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_a_killed_peer_ends_kernels(pool: RankPool, graph: bool) -> None:
-    last = pool.world_size - 1
-    results = pool.run(killed_beside_gpu_work, graph, may_die=[last])
-    for seconds in results[:last]:
-        print(f"named {seconds:.3f} s after the kill")
-        assert seconds < 2.0
 
 
 @on(gpu=(2,))
-def test_ctrl_c_beside_a_kernel(rank: int, world_size: int) -> None:
-    """A call that waits on the GPU keeps nobody on the host; close() waits until it has ended."""
+def test_ctrl_c_while_a_kernel_waits(rank: int, world_size: int) -> None:
+    """A kernel that waits does not block the host; close() waits until the kernel has ended."""
     c = make(timeout=5)
     dist.barrier()
     if rank == 0:
@@ -748,7 +569,7 @@ def test_ctrl_c_beside_a_kernel(rank: int, world_size: int) -> None:
 
 
 @on(gpu=(2,))
-def test_close_while_others_call_on_gpus(rank: int, world_size: int) -> None:
+def test_close_while_another_thread_calls_on_gpus(rank: int, world_size: int) -> None:
     c = make(timeout=5)
     x, seen = CASE.x(rank), []
 
