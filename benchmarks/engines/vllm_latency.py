@@ -8,10 +8,11 @@ fused, counted by kernels in a profile. Each arm is a separate engine in a separ
 
 DIR must have a config.json; weights are not read. Arms:
 
-    default   vLLM without plugins
+    default   vLLM as its package installs it: on Hopper, its all-reduce + RMSNorm fusion is on and
+              runs FlashInfer's kernel, without NVLink multicast. Needs flashinfer-python.
+    unfused   vLLM without that fusion
+    nccl      like unfused, with reductions by NCCL
     allnorm   vLLM with this package's plugin
-    nccl      like default, with reductions by NCCL; shows the difference between vLLM's own paths
-    own       vLLM's own fusion, which needs flashinfer
 
 With --fp8 the linear layers have FP8 weights and quantized inputs. latency.py defines TPOT and
 TTFT.
@@ -36,7 +37,7 @@ from typing import Any
 
 import latency
 
-ARMS = ("default", "allnorm", "nccl", "own")
+ARMS = ("default", "unfused", "nccl", "allnorm")
 PACKAGES = ("vllm", "torch", "allnorm", "flashinfer-python")
 NO_MULTICAST = {
     **latency.NO_MULTICAST,
@@ -67,7 +68,7 @@ FP8 = {
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl")
+    parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,unfused,allnorm")
     parser.add_argument("--fp8", choices=FP8, help="FP8 linear layers with these activation scales")
     parser.add_argument("--hosts", type=int, default=1, help="number of hosts to simulate")
     parser.add_argument(
@@ -102,8 +103,8 @@ def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> di
     most = max(batches)
     sizes = sorted({*batches, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
-    if arm == "own":
-        compilation["pass_config"] = {"fuse_allreduce_rms": True}
+    if arm in ("unfused", "nccl"):
+        compilation["pass_config"] = {"fuse_allreduce_rms": False}
     settings: dict[str, Any] = {
         "model": options.model,
         "load_format": "dummy",
@@ -121,6 +122,8 @@ def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> di
         "disable_log_stats": False,  # provides the times of tokens
         "gpu_memory_utilization": options.memory,
         "compilation_config": compilation,
+        # Dense models have nothing to tune there.
+        "kernel_config": {"enable_flashinfer_autotune": False},
         "worker_extension_cls": "vllm_worker.WorkerTools",
     }
     if options.hosts > 1:
@@ -273,8 +276,8 @@ def kernels(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 def missing(arm: str) -> str:
     """Returns why an arm cannot run here, or ""."""
-    if arm == "own" and importlib.util.find_spec("flashinfer") is None:
-        return "vLLM's own fusion needs flashinfer, which is not installed"
+    if arm == "default" and importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer-python, which vLLM's package requires, is not installed"
     return ""
 
 

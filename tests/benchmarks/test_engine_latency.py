@@ -94,7 +94,7 @@ def test_sglang_tells_by_its_scheduler(sglang_latency: ModuleType) -> None:
 
 def settings(vllm_latency: ModuleType, *more: str) -> dict[str, Any]:
     options = vllm_latency.arguments(["--model", "m", "--json", "rows", "--tp", "4", *more])
-    made: dict[str, Any] = vllm_latency.settings_of(options, "own", [1, 6])
+    made: dict[str, Any] = vllm_latency.settings_of(options, "unfused", [1, 6])
     return made
 
 
