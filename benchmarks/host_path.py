@@ -81,7 +81,7 @@ def main() -> None:
     best = {name: min(rank[name] for rank in ranks) for name in ranks[0]}
     title = f"Host time of a call without its launch, {options.device}"
     rows = [(name, f"{us:.2f}") for name, us in best.items()]
-    output.console().print(output.table(title, ("call", "us"), rows))
+    output.console().print(output.FittedTable(title, ("call", "us"), rows))
     shape = {"num_tokens": _NUM_TOKENS, "hidden_size": _HIDDEN_SIZE, "dtype": "bfloat16"}
     command = shlex.join(["python", *sys.argv])
     known = output.conditions(options.device, **shape, world_size=2) | {"command": command}

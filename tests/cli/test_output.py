@@ -28,8 +28,8 @@ def lines(table: object, width: int) -> list[str]:
 @pytest.mark.parametrize("width", range(20, 121, 5))
 def test_no_figure_is_split(width: int) -> None:
     """At any width every shown figure is complete, and the verdict is shown."""
-    table = output.table("us", COLUMNS, ROWS, words=("why",), optional=("other\nway",))
-    shown, dropped = table.fitting(width)
+    table = output.FittedTable("us", COLUMNS, ROWS, words=("why",), optional=("other\nway",))
+    shown, dropped = table.fitting(Console(), width)
     assert sorted([*shown, *dropped]) == list(range(len(COLUMNS)))
     assert {0, len(COLUMNS) - 1} <= set(shown)
     text = lines(table, width)
@@ -44,10 +44,10 @@ def test_no_figure_is_split(width: int) -> None:
 
 
 def test_optional_columns_drop_out_first_and_are_named() -> None:
-    table = output.table("us", COLUMNS, ROWS, optional=("other\nway",))
+    table = output.FittedTable("us", COLUMNS, ROWS, optional=("other\nway",))
     width = max(map(len, lines(table, 200)))
-    assert table.fitting(width) == ([0, 1, 2, 3, 4], [])
-    assert table.fitting(width - 1)[1] == [2]
+    assert table.fitting(Console(), width) == ([0, 1, 2, 3, 4], [])
+    assert table.fitting(Console(), width - 1)[1] == [2]
     assert any("not shown" in line and "other way" in line for line in lines(table, width - 1))
 
 

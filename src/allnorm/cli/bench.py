@@ -21,7 +21,7 @@ from allnorm.bench.modes import Shape
 from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job
 from allnorm.cli import bench_plot, bench_table, options, output
-from allnorm.cli.options import Device, Dtype, Json, Tp
+from allnorm.cli.options import Device, Dtype, Json, Tp, work_option
 
 _CPU_MODELS, _CPU_TOKENS, _CPU_PREFILL = "llama-3.1-8b,gpt-oss-120b", "1,16,256", "llama-3.1-8b"
 _GPU_MODELS, _GPU_TOKENS = "llama-3.1-8b,llama-3.1-70b", "1,4,16,64,128,256,512,1024"
@@ -33,121 +33,83 @@ _PEER_PACKAGES = ("flashinfer-python", "sglang", "vllm", "triton")
 def bench(
     model: Annotated[
         str,
-        typer.Option(
-            help=f"Models whose hidden sizes to run, separated by commas: "
-            f"{', '.join(bench_modes.MODELS)}.",
-            rich_help_panel=options.WHAT,
+        work_option(
+            f"Models whose hidden sizes to run, separated by commas: "
+            f"{', '.join(bench_modes.MODELS)}."
         ),
     ] = "",
     tokens: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of tokens for the models, separated by commas.",
-            rich_help_panel=options.WHAT,
-        ),
+        str, work_option("Numbers of tokens for the models, separated by commas.")
     ] = "",
     shapes: Annotated[
-        str,
-        typer.Option(
-            help="Shapes to run, num_tokens x hidden_size, such as 1x4096,8192x4096.",
-            rich_help_panel=options.WHAT,
-        ),
+        str, work_option("Shapes to run, num_tokens x hidden_size, such as 1x4096,8192x4096.")
     ] = "",
     tp: Tp = "",
     dtype: Dtype = "bfloat16",
-    numerics: Annotated[
-        str, typer.Option(help=", ".join(names.NUMERICS), rich_help_panel=options.WHAT)
-    ] = "rounded",
+    numerics: Annotated[str, work_option(", ".join(names.NUMERICS))] = "rounded",
     quant: Annotated[
         str,
-        typer.Option(
-            help="Quantized results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, "
+        work_option(
+            "Quantized results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, "
             "per_tensor, mxfp8, nvfp4, nvfp4:row_major, or none for 16-bit results; or a list "
-            "separated by commas.",
-            rich_help_panel=options.WHAT,
+            "separated by commas."
         ),
     ] = "",
     return_normed: Annotated[
-        bool,
-        typer.Option(
-            "--return-normed",
-            help="With --quant: also return the 16-bit rows.",
-            rich_help_panel=options.WHAT,
-        ),
+        bool, work_option("With --quant: also return the 16-bit rows.", "--return-normed")
     ] = False,
     residual: Annotated[
-        str,
-        typer.Option(
-            help="replicated, sharded, or both (replicated,sharded).", rich_help_panel=options.WHAT
-        ),
+        str, work_option("replicated, sharded, or both (replicated,sharded).")
     ] = "replicated",
     residual_sharded: Annotated[
-        bool,
-        typer.Option(
-            "--residual-sharded",
-            help="Same as --residual sharded.",
-            rich_help_panel=options.WHAT,
-        ),
+        bool, work_option("Same as --residual sharded.", "--residual-sharded")
     ] = False,
     post_norm: Annotated[
         bool,
-        typer.Option(
-            "--post-norm",
-            help="Also time calls with a post norm (a norm before the residual add).",
-            rich_help_panel=options.WHAT,
+        work_option(
+            "Also time calls with a post norm (a norm before the residual add).", "--post-norm"
         ),
     ] = False,
     experts: Annotated[
         int,
-        typer.Option(
+        work_option(
+            "Also time calls that first sum the rows of this many experts and of a shared "
+            "expert; 0: none.",
             min=0,
             max=names.TOP_K[-1],
-            help="Also time calls that first sum the rows of this many experts and of a shared "
-            "expert; 0: none.",
-            rich_help_panel=options.WHAT,
         ),
     ] = 0,
-    arms: Annotated[
-        str,
-        typer.Option(
-            help="Implementations to time, by name. Default: all.",
-            rich_help_panel=options.WHAT,
-        ),
-    ] = "",
+    arms: Annotated[str, work_option("Implementations to time, by name. Default: all.")] = "",
     product: Annotated[
         str,
-        typer.Option(
-            help="Time each call after a GEMM with this inner dimension that writes the call's "
+        work_option(
+            "Time each call after a GEMM with this inner dimension that writes the call's "
             "input, as in a model, and subtract an empty kernel's time; 0: time a chain of calls; "
-            "or a list. Default: 0,7168; on CPU 0.",
-            rich_help_panel=options.WHAT,
+            "or a list. Default: 0,7168; on CPU 0."
         ),
     ] = "",
     max_blocks: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="Maximum thread blocks per allnorm call on a GPU; 0: as many as the GPU can run.",
-            rich_help_panel=options.WHAT,
+        work_option(
+            "Maximum thread blocks per allnorm call on a GPU; 0: as many as the GPU can run.", min=0
         ),
     ] = 0,
     island_size: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="Ranks per island. Islands exchange through the process group; hierarchical "
+        work_option(
+            "Ranks per island. Islands exchange through the process group; hierarchical "
             "calls and their steps are timed. 0: detect islands.",
-            rich_help_panel=options.WHAT,
+            min=0,
         ),
     ] = 0,
     device: Device = "auto",
     push_gbps: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            help="Send bandwidth of one GPU in GB/s, for the wire floor (lower bound); 0: the "
+        options.option(
+            "Send bandwidth of one GPU in GB/s, for the wire floor (lower bound); 0: the "
             "known value of this GPU.",
-            rich_help_panel=options.OUTPUT,
+            panel=options.OUTPUT,
+            min=0.0,
         ),
     ] = 0.0,
     json: Json = None,
@@ -159,9 +121,9 @@ def bench(
     ] = None,
     compare: Annotated[
         Path | None,
-        typer.Option(
-            help="Compare with this file of --json; exit code 1 if allnorm has become slower.",
-            rich_help_panel=options.OUTPUT,
+        options.option(
+            "Compare with this file of --json; exit code 1 if allnorm has become slower.",
+            panel=options.OUTPUT,
         ),
     ] = None,
 ) -> None:
@@ -213,7 +175,8 @@ def bench(
         regressed = any(change.regressed for change in found)
     if html:
         parts = (measured, heading, _explanation(job), _common(job), comparison)
-        bench_table.save(html, bench_table.page(*parts))
+        page = bench_table.page(*parts)
+        output.write_results(html, lambda file: file.write_text(page, encoding="utf-8"))
     console.print(f"{time.monotonic() - began:.0f} s")
     if regressed or any(m.error for m in measured):
         raise typer.Exit(1)

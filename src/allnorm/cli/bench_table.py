@@ -80,7 +80,9 @@ def table(measurements: Sequence[Measurement], width: int) -> output.FittedTable
         [*(output.bad(cell) if cell == "WRONG" else cell for cell in row), verdict]
         for row, verdict in zip(found.rows, verdicts, strict=True)
     ]
-    return output.table(found.title, [*found.columns, "bits"], rows, optional=_optional(found))
+    return output.FittedTable(
+        found.title, [*found.columns, "bits"], rows, optional=_optional(found)
+    )
 
 
 def _optional(found: Grid) -> list[str]:
@@ -100,7 +102,7 @@ def compared(found: Iterable[Change]) -> output.FittedTable:
         [*cells[:-1], output.bad(cells[-1]) if slower else output.ok(cells[-1])]
         for cells, slower in _differing(found)
     ]
-    return output.table(
+    return output.FittedTable(
         *("Comparison, us per call", _COMPARED, rows),
         words=("mode",),
         optional=("tolerance", "mode"),
@@ -281,15 +283,6 @@ def comparison(found: Sequence[Change], name: str, summary: str) -> dict[str, An
     """Returns the template values for a comparison with the file of this name."""
     rows = [cells for cells, _ in _differing(found)]
     return {"name": name, "summary": summary, "columns": _COMPARED, "rows": rows}
-
-
-def save(path: Path, text: str) -> None:
-    """Writes a page."""
-
-    def write(file: Path) -> None:
-        file.write_text(text, encoding="utf-8")
-
-    output.write_results(path, write)
 
 
 def _section(measurements: Sequence[Measurement]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _COPIES = 10
 def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     """Shows this machine's hardware, which algorithms will run and why, and the time of a call."""
     where = options.device(device)
-    size = options.one_world_size(tp, where)
+    size = max(options.world_sizes(tp, where))
     console = output.console()
     machine = topology.probe()
     capabilities = allnorm.capabilities()
@@ -41,7 +41,7 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     columns = ("tokens x hidden", "algorithm", "launches", "reason", "source")
     title = f"Algorithms for bfloat16, {output.ranks(size)} on {where}"
     console.print(
-        output.table(
+        output.FittedTable(
             *(title, columns, plans),
             words=columns[1:2] + columns[3:],
             optional=("source", "launches"),
@@ -128,7 +128,7 @@ def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]
         memory, sms = output.gibibytes(gpu.memory_bytes), str(gpu.num_sms)
         rows.append((f"{gpu.index}  {gpu.name}", gpu.compute_capability, memory, sms, links))
     columns = ("GPU", "compute capability", "memory", "SMs", "active NVLinks")
-    console.print(output.table("GPUs", columns, rows))
+    console.print(output.FittedTable("GPUs", columns, rows))
     if any(gpu.nvlinks is None for gpu in machine.gpus):
         source = machine.link_source
         said = f"{source} does not report them" if source == "NVML" else source
@@ -139,7 +139,7 @@ def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]
         for index, peers in zip(indices, machine.peer_access, strict=True)
     ]
     title = "Peer access (GPU of the row can map memory of the column's GPU)"
-    console.print(output.table(title, ("GPU", *indices), access))
+    console.print(output.FittedTable(title, ("GPU", *indices), access))
     switches = capabilities["multicast"]["switches"]
     state = ", ".join(f"{k}={'unset' if v is None else v}" for k, v in switches.items())
     console.print(f"NVLink multicast: allnorm never uses it. Environment: {state}.\n")

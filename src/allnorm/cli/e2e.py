@@ -17,7 +17,7 @@ from allnorm.bench.e2e import models, report
 from allnorm.bench.e2e.models import Job, arm_names
 from allnorm.bench.e2e.report import Result
 from allnorm.cli import options, output
-from allnorm.cli.options import Device, Dtype, Json, Tp
+from allnorm.cli.options import Device, Dtype, Json, Tp, option
 
 _MODEL = {"cuda": "llama-3.1-8b", "cpu": "tiny"}
 _BATCH = {"cuda": "1,8,64", "cpu": "1,4"}
@@ -31,37 +31,31 @@ _PROMPT, _TOKENS = {"cuda": 128, "cpu": 16}, {"cuda": 64, "cpu": 8}
 
 
 def e2e(
-    model: Annotated[
-        str, typer.Option(help=f"Model dimensions: {', '.join(models.TRANSFORMERS)}.")
-    ] = "",
+    model: Annotated[str, option(f"Model dimensions: {', '.join(models.TRANSFORMERS)}.")] = "",
     layers: Annotated[
         int,
-        typer.Option(min=0, help="Decoder layers. Default: the model's own.", show_default=False),
+        option("Decoder layers. Default: the model's own.", min=0, show_default=False),
     ] = 0,
     tp: Tp = "",
-    batch: Annotated[
-        str, typer.Option(help="Batch sizes. Default: 1,8,64 on GPUs, 1,4 on CPU.")
-    ] = "",
+    batch: Annotated[str, option("Batch sizes. Default: 1,8,64 on GPUs, 1,4 on CPU.")] = "",
     prompt: Annotated[
         int,
-        typer.Option(min=0, help="Tokens per prompt. Default: 128; on CPU 16.", show_default=False),
+        option("Tokens per prompt. Default: 128; on CPU 16.", min=0, show_default=False),
     ] = 0,
     tokens: Annotated[
         int,
-        typer.Option(min=0, help="Tokens to generate. Default: 64; on CPU 8.", show_default=False),
+        option("Tokens to generate. Default: 64; on CPU 8.", min=0, show_default=False),
     ] = 0,
-    arms: Annotated[
-        str, typer.Option(help="Implementations to run, separated by commas. Default: all.")
-    ] = "",
+    arms: Annotated[str, option("Implementations to run, separated by commas. Default: all.")] = "",
     dtype: Dtype = "bfloat16",
     product: Annotated[
         str,
-        typer.Option(
-            help="GEMM before each reduction of up to 64 tokens, in all implementations: torch; "
+        option(
+            "GEMM before each reduction of up to 64 tokens, in all implementations: torch; "
             "triton; or dependent: Triton, and it triggers the dependent launch early."
         ),
     ] = "torch",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed generations per implementation.")] = 3,
+    rounds: Annotated[int, option("Timed generations per implementation.", min=1)] = 3,
     device: Device = "auto",
     json: Json = None,
 ) -> None:
@@ -185,7 +179,7 @@ def _table(results: Sequence[Result], torch_arm: str) -> output.FittedTable:
     one = results[0]
     ranks = output.ranks(one.world_size)
     optional = (columns[-1], columns[-2], "comm us/layer", "TTFT ms", "tokens/s")
-    return output.table(f"batch {one.batch_size}, {ranks}", columns, rows, optional=optional)
+    return output.FittedTable(f"batch {one.batch_size}, {ranks}", columns, rows, optional=optional)
 
 
 def _relative(tpot_ms: float, base: float) -> str:

@@ -19,7 +19,7 @@ from allnorm.bench.modes import Mode, Shape
 from allnorm.cli import output
 
 _MAX_WORLD_SIZE = 64  # of a communicator: ALLNORM_MAX_WORLD_SIZE in csrc/allnorm.h
-RANKS, WHAT, OUTPUT = "Ranks", "What runs", "Output"
+RANKS, WORK, OUTPUT = "Ranks", "What runs", "Output"
 """Titles of the option panels of --help."""
 
 
@@ -33,28 +33,30 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
-def file_option(help_text: str, name: str = "") -> Any:
+def option(help_text: str, *names_of: str, panel: str = "", **more: Any) -> Any:
+    """Returns an option with a help text, in a panel of --help; `more` as in typer.Option."""
+    return typer.Option(*names_of, help=help_text, rich_help_panel=panel or None, **more)
+
+
+def file_option(help_text: str, *names_of: str) -> Any:
     """Returns an option for a results file."""
-    names_of = (name,) if name else ()
-    return typer.Option(*names_of, help=help_text, callback=_writable, rich_help_panel=OUTPUT)
+    return option(help_text, *names_of, panel=OUTPUT, callback=_writable)
 
 
-Tp = Annotated[
-    str,
-    typer.Option(
-        "--tp",
-        help="Number of ranks, or a list such as 2,4,8. Default: all GPUs (bench: 2, then all); "
-        "without GPUs 2 CPU processes.",
-        rich_help_panel=RANKS,
-    ),
-]
+def work_option(help_text: str, *names_of: str, **limits: Any) -> Any:
+    """Returns an option that selects what runs."""
+    return option(help_text, *names_of, panel=WORK, **limits)
+
+
+_TP = (
+    "Number of ranks, or a list such as 2,4,8. Default: all GPUs (bench: 2, then all); without "
+    "GPUs 2 CPU processes."
+)
+Tp = Annotated[str, option(_TP, "--tp", panel=RANKS)]
 Device = Annotated[
-    str,
-    typer.Option(
-        "--device", help="cuda, cpu or auto (cuda if there is a GPU).", rich_help_panel=RANKS
-    ),
+    str, option("cuda, cpu or auto (cuda if there is a GPU).", "--device", panel=RANKS)
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help=", ".join(names.DTYPES), rich_help_panel=WHAT)]
+Dtype = Annotated[str, work_option(", ".join(names.DTYPES), "--dtype")]
 Json = Annotated[
     Path | None, file_option("Append the results to this file as JSON lines.", "--json")
 ]
@@ -180,11 +182,6 @@ def world_sizes(
             param_hint="--tp",
         )
     return sizes
-
-
-def one_world_size(text: str, device_type: str) -> int:
-    """Returns the number of ranks for a command that runs once: the largest of the list."""
-    return max(world_sizes(text, device_type))
 
 
 def crowded(world_size: int, device_type: str) -> str:

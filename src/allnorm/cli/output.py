@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console, ConsoleOptions
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -111,22 +112,13 @@ class FittedTable:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: Container[str]
-    optional: Sequence[str]
+    words: Container[str] = ()
+    optional: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         """Renders the columns that fit, and names the dropped ones."""
-        shown, dropped = self.fitting(options.max_width)
-        widths = self._widths(shown, options.max_width)
-        table = Table(title=self.title, title_justify="left", header_style="bold")
-        for index, width in zip(shown, widths, strict=True):
-            name = self.columns[index]
-            left = index == 0 or name in self.words
-            justify: Any = "left" if left else "right"
-            table.add_column(name, justify=justify, overflow="fold", width=width)
-        for row in self.rows:
-            table.add_row(*(row[index] for index in shown))
-        yield table
+        shown, dropped = self.fitting(console, options.max_width)
+        yield self._table(shown)
         if dropped:
             names = ", ".join(" ".join(self.columns[index].split()) for index in dropped)
             text = (
@@ -135,53 +127,34 @@ class FittedTable:
             )
             yield Text(text, style="dim")
 
-    def fitting(self, width: int) -> tuple[list[int], list[int]]:
+    def fitting(self, console: Console, width: int) -> tuple[list[int], list[int]]:
         """Returns the indices of the columns that fit this width, and of the dropped ones."""
-        middle = list(self.columns[1:-1])[::-1]
-        order = [*(name for name in self.optional if name in self.columns), *middle]
+        unlimited = console.options.update_width(1 << 20)
         shown, dropped = list(range(len(self.columns))), []
-        for name in dict.fromkeys(order):
-            if 1 + sum(3 + self._width(index) for index in shown) <= width:
+        for name in dict.fromkeys([*self.optional, *self.columns[-2:0:-1]]):
+            table = self._table(shown, longest_word=_LONGEST_WORD)
+            if Measurement.get(console, unlimited, table).minimum <= width:
                 break
-            index = list(self.columns).index(name)
-            shown.remove(index)
-            dropped.append(index)
+            if name in self.columns:
+                index = list(self.columns).index(name)
+                shown.remove(index)
+                dropped.append(index)
         return shown, sorted(dropped)
 
-    def _widths(self, shown: Sequence[int], width: int) -> list[int]:
-        """Returns the column widths; text columns share the width that is left over."""
-        needed = [self._width(index) for index in shown]
-        left = width - 1 - sum(3 + each for each in needed)
-        wanted = {
-            place: max(Text.from_markup(row[index]).cell_len for row in self.rows) - needed[place]
-            for place, index in enumerate(shown)
-            if self.columns[index] in self.words and self.rows
-        }
-        for count, place in enumerate(sorted(wanted, key=wanted.__getitem__)):
-            more = min(max(0, wanted[place]), max(0, left) // (len(wanted) - count))
-            needed[place] += more
-            left -= more
-        return needed
-
-    def _width(self, index: int) -> int:
-        """Returns the minimum width of a column: its longest line; of text, its longest word."""
-        cells = [self.columns[index], *(row[index] for row in self.rows)]
-        texts = [Text.from_markup(cell).plain for cell in cells]
-        if self.columns[index] in self.words:
-            longest = max((len(word) for text in texts for word in text.split()), default=0)
-            return min(longest, _LONGEST_WORD)
-        return max((len(line) for text in texts for line in text.splitlines()), default=0)
-
-
-def table(
-    title: str,
-    columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
-    words: Container[str] = (),
-    optional: Sequence[str] = (),
-) -> FittedTable:
-    """Makes a `FittedTable`; the arguments are its attributes."""
-    return FittedTable(title, list(columns), [list(row) for row in rows], words, optional)
+    def _table(self, shown: Sequence[int], longest_word: int | None = None) -> Table:
+        table = Table(title=self.title, title_justify="left", header_style="bold")
+        for index in shown:
+            name = self.columns[index]
+            if name in self.words:
+                table.add_column(name, overflow="fold", max_width=longest_word)
+                continue
+            cells = [Text.from_markup(cell) for cell in (name, *(row[index] for row in self.rows))]
+            width = max((line.cell_len for cell in cells for line in cell.split()), default=0)
+            justify: Any = "right" if index else "left"
+            table.add_column(name, justify=justify, overflow="fold", no_wrap=True, min_width=width)
+        for row in self.rows:
+            table.add_row(*(row[index] for index in shown))
+        return table
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
@@ -288,7 +261,7 @@ def all_written() -> bool:
     return not _instead
 
 
-def write_results(path: Path, write: Callable[[Path], None]) -> None:
+def write_results(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write` with the file; if that fails, with a temporary file, and prints its name."""
     try:
         if path not in _instead:
@@ -313,8 +286,7 @@ def append_json_lines(
     """
     if path is None:
         return
-    found = [_finite({**(common or {}), **row}) for row in rows]
-    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in found)
+    text = "".join(_json_line({**(common or {}), **row}) for row in rows)
 
     def append(file: Path) -> None:
         with file.open("a", encoding="utf-8") as opened:
@@ -323,11 +295,6 @@ def append_json_lines(
     write_results(path, append)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+def _json_line(row: Mapping[str, Any]) -> str:
+    finite = json.loads(json.dumps(row), parse_constant=lambda _: None)
+    return json.dumps(finite, allow_nan=False) + "\n"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from allnorm.cli import output
-from allnorm.cli.options import Json
+from allnorm.cli.options import Json, option
 from allnorm.tracing import TraceReport, program
 from allnorm.tracing.report import FUSED, NORM, REDUCTION
 
@@ -19,10 +19,10 @@ def trace(
     ],
     require: Annotated[
         float | None,
-        typer.Option(
+        option(
+            "Exit with code 1 if a smaller fraction of the reductions ran fused on any rank.",
             min=0.0,
             max=1.0,
-            help="Exit with code 1 if a smaller fraction of the reductions ran fused on any rank.",
         ),
     ] = None,
     json: Json = None,
@@ -70,6 +70,6 @@ def _tables(reports: list[TraceReport]) -> list[object]:
     ]
     headings = ("kind", "what", "module", "calls", "us")
     return [
-        output.table("by rank", columns, ranks, words=("reductions",)),
-        output.table(f"rank {reports[0].rank}", headings, places, words=("what", "module")),
+        output.FittedTable("by rank", columns, ranks, words=("reductions",)),
+        output.FittedTable(f"rank {reports[0].rank}", headings, places, words=("what", "module")),
     ]

@@ -13,7 +13,7 @@ from rich.console import Console
 from allnorm import names, topology
 from allnorm.bench.modes import Shape
 from allnorm.cli import options, output
-from allnorm.cli.options import Device, Json, Tp
+from allnorm.cli.options import Device, Json, Tp, option
 from allnorm.tune import check as tune_check
 from allnorm.tune import crossovers, run, table
 from allnorm.tune.check import Point
@@ -31,56 +31,43 @@ _FACTOR = 4  # between the sizes of the coarse grid
 def tune(
     tp: Tp = "",
     device: Device = "auto",
-    hidden: Annotated[str, typer.Option(help="Hidden sizes, separated by commas.")] = "",
+    hidden: Annotated[str, option("Hidden sizes, separated by commas.")] = "",
     max_tokens: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="Largest number of rows. Default: 16384; on CPU 1024.",
-            show_default=False,
-        ),
+        option("Largest number of rows. Default: 16384; on CPU 1024.", min=0, show_default=False),
     ] = 0,
-    dtype: Annotated[
-        str, typer.Option(help=f"One or more of {', '.join(names.DTYPES)}.")
-    ] = "bfloat16",
+    dtype: Annotated[str, option(f"One or more of {', '.join(names.DTYPES)}.")] = "bfloat16",
     quant: Annotated[
         str,
-        typer.Option(
-            help="Quantization after the norm, as in bench. Default: none,per_group:128; on CPU "
-            "none."
+        option(
+            "Quantization after the norm, as in bench. Default: none,per_group:128; on CPU none."
         ),
     ] = "",
     product: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            help="Measure calls after a GEMM with this inner dimension, as in a model; 0: in a "
+        option(
+            "Measure calls after a GEMM with this inner dimension, as in a model; 0: in a "
             "chain of calls. Default: 7168; on CPU 0.",
+            min=0,
             show_default=False,
         ),
     ] = None,
     algorithms: Annotated[
-        str, typer.Option(help=f"Candidates, one or more of {', '.join(names.ALGORITHMS)}.")
+        str, option(f"Candidates, one or more of {', '.join(names.ALGORITHMS)}.")
     ] = "one_shot,two_shot",
     directory: Annotated[
         Path | None,
-        typer.Option(
-            "--dir",
-            help="Folder of the tables. Default: ALLNORM_TUNING_DIR, or the cache folder.",
-        ),
+        option("Folder of the tables. Default: ALLNORM_TUNING_DIR, or the cache folder.", "--dir"),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check",
-            help="Store nothing; check that auto chooses within 5 % of the best algorithm.",
+        option(
+            "Store nothing; check that auto chooses within 5 % of the best algorithm.", "--check"
         ),
     ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Store the result without asking.")
-    ] = False,
+    yes: Annotated[bool, option("Store the result without asking.", "--yes", "-y")] = False,
     busy: Annotated[
-        bool, typer.Option("--busy", help="Measure even if other work keeps the machine busy.")
+        bool, option("Measure even if other work keeps the machine busy.", "--busy")
     ] = False,
     json: Json = None,
 ) -> None:
@@ -201,7 +188,9 @@ def _table(result: Result, curves: Curves, size: int) -> output.FittedTable:
         what = next(map(table.describe, found), record.reason)
         rows.append((str(record.hidden_size), *record.name, str(len(record.times)), what))
     columns = ("hidden_size", "dtype", "epilogue", "sizes measured", "fastest")
-    return output.table(output.ranks(size), columns, rows, words=("dtype", "epilogue", "fastest"))
+    return output.FittedTable(
+        output.ranks(size), columns, rows, words=("dtype", "epilogue", "fastest")
+    )
 
 
 # ---- --check -------------------------------------------------------------------------------------
@@ -247,7 +236,7 @@ def _points_table(points: dict[Shape, Point], title: str) -> output.FittedTable:
         for tokens in sorted({shape.num_tokens for shape in points})
     ]
     title += ": us of auto, excess over the best algorithm, best algorithm"
-    return output.table(title, ("tokens", *map(str, hidden_sizes)), rows)
+    return output.FittedTable(title, ("tokens", *map(str, hidden_sizes)), rows)
 
 
 def _cell(point: Point) -> str:

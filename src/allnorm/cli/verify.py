@@ -12,7 +12,7 @@ from rich.console import Console
 
 from allnorm import topology
 from allnorm.cli import options, output
-from allnorm.cli.options import Device, Json, Tp
+from allnorm.cli.options import Device, Json, Tp, option
 from allnorm.verify import faults as verify_faults
 from allnorm.verify import run as verify_run
 from allnorm.verify.context import Job
@@ -23,57 +23,53 @@ _SAMPLE_SECONDS = {"cpu": 20.0, "cuda": 30.0}
 def verify(
     tp: Tp = "",
     device: Device = "auto",
-    seed: Annotated[int | None, typer.Option(help="Random seed. Default: random.")] = None,
+    seed: Annotated[int | None, option("Random seed. Default: random.")] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Run every combination instead of a random sample.")
+        bool, option("Run every combination instead of a random sample.", "--full")
     ] = False,
     seconds: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            help="Seconds for the sample of combinations, per number of ranks. Default: 20 on CPU, "
+        option(
+            "Seconds for the sample of combinations, per number of ranks. Default: 20 on CPU, "
             "30 on GPUs.",
+            min=0,
         ),
     ] = None,
     stress: Annotated[
-        int, typer.Option(min=0, help="Calls of the ordering soak with random delays; 0: skip it.")
+        int, option("Calls of the ordering soak with random delays; 0: skip it.", min=0)
     ] = 0,
     threads: Annotated[
         float,
-        typer.Option(
-            min=0,
-            help="Seconds of the soak of several communicators in threads (CPU only); 0: skip it.",
+        option(
+            "Seconds of the soak of several communicators in threads (CPU only); 0: skip it.", min=0
         ),
     ] = 0,
     only: Annotated[
-        str, typer.Option(help="Run only checks whose names contain one of these: soak,graph.")
+        str, option("Run only checks whose names contain one of these: soak,graph.")
     ] = "",
     shapes: Annotated[
-        str, typer.Option(help="Run only calls of these shapes, such as 1x4096,2048x2880.")
+        str, option("Run only calls of these shapes, such as 1x4096,2048x2880.")
     ] = "",
-    repeat: Annotated[
-        int, typer.Option(min=1, help="With --shapes: calls per shape and algorithm.")
-    ] = 2000,
+    repeat: Annotated[int, option("With --shapes: calls per shape and algorithm.", min=1)] = 2000,
     faults: Annotated[
         bool,
-        typer.Option(
-            "--faults",
-            help="Run only fault tests: a rank dies, never calls, or makes a different call.",
+        option(
+            "Run only fault tests: a rank dies, never calls, or makes a different call.", "--faults"
         ),
     ] = False,
     timeout: Annotated[
         float,
-        typer.Option(min=0.1, help="Seconds a rank waits for its peers (--faults only)."),
+        option("Seconds a rank waits for its peers (--faults only).", min=0.1),
     ] = 2.0,
     share_gpus: Annotated[
         bool,
-        typer.Option("--share-gpus", help="Allow more ranks than GPUs; sharing a GPU is slow."),
+        option("Allow more ranks than GPUs; sharing a GPU is slow.", "--share-gpus"),
     ] = False,
     island_size: Annotated[
         int,
-        typer.Option(
+        option(
+            "Ranks per island. Islands exchange through the process group. 0: detect islands.",
             min=0,
-            help="Ranks per island. Islands exchange through the process group. 0: detect islands.",
         ),
     ] = 0,
     json: Json = None,
@@ -186,7 +182,7 @@ def _show_faults(rows: list[verify_faults.Row], world_size: int, console: Consol
     title = f"rank {world_size - 1} of {world_size} fails; what rank 0 sees"
     columns = ("fault", "algorithms of the peers", "rank 0 saw first", "max seconds", "passed")
     words = columns[:3]
-    console.print(output.table(title, columns, cells, words=words, optional=columns[1:3]))
+    console.print(output.FittedTable(title, columns, cells, words=words, optional=columns[1:3]))
     for row in rows:
         for problem in row["problems"]:
             console.print(output.bad(f"{row['fault']}, {row['algorithm']}: {problem}"))
@@ -220,4 +216,4 @@ def _table(found: list[dict[str, Any]], size: int) -> output.FittedTable:
     ]
     title = output.ranks(size)
     columns = ("check", "cases", "failures", "seconds", "note")
-    return output.table(title, columns, rows, words=("note",))
+    return output.FittedTable(title, columns, rows, words=("note",))
