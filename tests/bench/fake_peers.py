@@ -37,6 +37,12 @@ def _module(name: str, **attributes: Any) -> types.ModuleType:
     return module
 
 
+def install(*names: str, **sglang: Any) -> None:
+    """Installs the fakes of these libraries; `sglang` are options of that one."""
+    for name in names:
+        globals()[f"install_{name}"](**(sglang if name == "sglang" else {}))
+
+
 # ---- FlashInfer --------------------------------------------------------------------------------
 
 

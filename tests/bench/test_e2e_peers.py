@@ -21,9 +21,7 @@ def job(*arms: str, model: str = "tiny", dtype: str = "bfloat16") -> Job:
 
 
 def with_fakes(rank: int, world_size: int, what: Job) -> Any:
-    fake_peers.install_flashinfer()
-    fake_peers.install_sglang()
-    fake_peers.install_vllm()
+    fake_peers.install("flashinfer", "sglang", "vllm")
     return without(rank, world_size, what)
 
 
@@ -42,7 +40,7 @@ def with_failing(rank: int, world_size: int, what: Job) -> Any:
     return with_fakes(rank, world_size, what)
 
 
-def test_a_library_computes_what_the_torch_arm_does() -> None:
+def test_a_library_computes_the_same_as_the_torch_arm() -> None:
     records, missing, calls = run_ranks(with_fakes, 2, args=(job(*PEER_ARMS),))[0]
     assert missing == {}
     assert [(r["batch_size"], r["arm"]) for r in records] == [
@@ -58,7 +56,7 @@ def test_a_library_computes_what_the_torch_arm_does() -> None:
     assert names.count("close") == 3
 
 
-def test_experts_are_summed_for_a_library() -> None:
+def test_experts_are_summed_before_a_library_reduces() -> None:
     what = job(*PEER_ARMS, model="tiny-moe")
     records, missing, _ = run_ranks(with_fakes, 2, args=(what,))[0]
     assert missing == {}
@@ -67,7 +65,7 @@ def test_experts_are_summed_for_a_library() -> None:
         assert record["logits_max_diff"] == 0, record["arm"]
 
 
-def test_a_kernel_without_a_post_norm_is_missing() -> None:
+def test_a_kernel_that_lacks_post_norms_is_missing() -> None:
     what = job(*PEER_ARMS, model="tiny-gemma")
     records, missing, calls = run_ranks(with_fakes, 2, args=(what,))[0]
     assert missing.keys() == {"flashinfer", "sglang"}
@@ -78,7 +76,7 @@ def test_a_kernel_without_a_post_norm_is_missing() -> None:
     assert "fusion" not in {name for name, _ in calls}
 
 
-def test_where_a_library_has_no_kernel_nccl_takes_its_place() -> None:
+def test_nccl_replaces_a_library_that_lacks_a_kernel() -> None:
     """SGLang supports bfloat16 only."""
     records, missing, calls = run_ranks(with_fakes, 2, args=(job("sglang", dtype="float32"),))[0]
     assert missing == {}
@@ -87,7 +85,7 @@ def test_where_a_library_has_no_kernel_nccl_takes_its_place() -> None:
 
 
 @pytest.mark.parametrize("arm", PEER_ARMS)
-def test_a_library_that_is_not_there_is_missing(arm: str) -> None:
+def test_a_library_that_is_not_installed_is_missing(arm: str) -> None:
     records, missing, _ = run_ranks(without, 2, args=(job("allnorm", arm),))[0]
     assert {record["arm"] for record in records} == {"allnorm"}
     assert list(missing) == [arm]

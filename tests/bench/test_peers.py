@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from allnorm.testing.spawn import RankError
 from . import fake_peers
 
 Records = list[dict[str, Any]]
+Ran = tuple[Records, list[tuple[str, dict[str, Any]]]]
+ENGINES = ("flashinfer", "sglang", "vllm")
 
 
 def job(*names: str, modes: tuple[Mode, ...] = (Mode(),), **changes: Any) -> ranks_bench.Job:
@@ -32,67 +36,81 @@ def job(*names: str, modes: tuple[Mode, ...] = (Mode(),), **changes: Any) -> ran
     )
 
 
-def on_cpu(rank: int, world_size: int, what: ranks_bench.Job) -> tuple[Records, list[Any]]:
+def on_cpu(
+    rank: int,
+    world_size: int,
+    what: ranks_bench.Job,
+    installed: Iterable[str] = (),
+    sglang: Mapping[str, Any] = MappingProxyType({}),
+) -> Ran:
     """Runs the benchmark with fakes of peers that support only GPUs."""
+    fake_peers.install(*installed, **sglang)
     bench_modes.peer_names = lambda device, mode: [] if mode.residual_sharded else [*peers.REGISTRY]
     for peer in peers.REGISTRY.values():
         peer.device_type = "cpu"
-    records = ranks_bench.run(rank, world_size, what)
-    return records, fake_peers.calls
+    return ranks_bench.run(rank, world_size, what), fake_peers.calls
 
 
-def with_fakes(rank: int, world_size: int, what: ranks_bench.Job) -> tuple[Records, list[Any]]:
-    fake_peers.install_flashinfer()
-    fake_peers.install_vllm()
-    fake_peers.install_sglang()
-    return on_cpu(rank, world_size, what)
+def run(what: ranks_bench.Job, installed: Iterable[str] = ENGINES, **sglang: Any) -> Ran:
+    """Returns the records and the calls of rank 0."""
+    return result(run_ranks(on_cpu, 2, args=(what, installed, sglang)))
 
 
-def with_symm_mem(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
-    fake_peers.install_symm_mem()
-    return on_cpu(rank, world_size, what)
-
-
-def without_fused_sglang(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
-    fake_peers.install_sglang(fused=False)
-    return on_cpu(rank, world_size, what)
-
-
-def with_overwriting_sglang(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
-    fake_peers.install_sglang(norm=fake_peers.overwriting_norm)
-    return on_cpu(rank, world_size, what)
-
-
-def results(ranks: list[tuple[Records, list[Any]]]) -> Records:
-    """Returns the records, which must be equal on all ranks except their times."""
+def result(ranks: list[Ran]) -> Ran:
+    """Returns rank 0's result; the records must be equal on all ranks except their times."""
     plain = [
         [{k: v for k, v in record.items() if not k.endswith("_us")} for record in records]
         for records, _ in ranks
     ]
     assert all(other == plain[0] for other in plain)
-    return ranks[0][0]
+    return ranks[0]
 
 
-def test_every_kernel_of_a_peer_is_an_arm_that_is_checked_and_timed() -> None:
-    ranks = run_ranks(with_fakes, 2, args=(job("flashinfer", "sglang", "vllm"),))
-    records = results(ranks)
-    assert [record["arm"] for record in records] == [
-        *("flashinfer", "flashinfer:one_shot", "flashinfer:two_shot"),
-        *("sglang", "sglang:one_shot", "sglang:two_shot", "sglang+local"),
-        *("vllm", "vllm+local"),
-    ]
+@pytest.mark.parametrize(
+    ("what", "sglang", "names"),
+    [
+        (
+            job(*ENGINES),
+            {},
+            [
+                *("flashinfer", "flashinfer:one_shot", "flashinfer:two_shot"),
+                *("sglang", "sglang:one_shot", "sglang:two_shot", "sglang+local"),
+                *("vllm", "vllm+local"),
+            ],
+        ),
+        (
+            job("vllm", "sglang", modes=(Mode("per_group:128"),)),
+            {},
+            [
+                *("sglang+quant", "sglang:one_shot+quant", "sglang:two_shot+quant"),
+                *("sglang+local+quant", "vllm+quant", "vllm+local+quant"),
+            ],
+        ),
+        (job("sglang"), {"fused": False}, ["sglang+local"]),
+    ],
+    ids=["16 bits", "quantized", "an older SGLang"],
+)
+def test_every_kernel_of_a_peer_is_an_arm(
+    what: ranks_bench.Job, sglang: dict[str, Any], names: list[str]
+) -> None:
+    records, _ = run(what, **sglang)
+    assert [record["arm"] for record in records] == names
     for record in records:
         assert record["error"] == record["reason"] == ""
         assert record["p50_us"] > 0
-    calls = ranks[0][1]
+
+
+def test_kernels_receive_the_arguments_of_their_arms() -> None:
+    _, calls = run(job(*ENGINES))
     assert ("create", {"capacity": 5 * 256, "fp32": False}) in calls
     fusions = [arguments for name, arguments in calls if name == "fusion"]
     assert {arguments["pattern"] for arguments in fusions} == {1}
     assert {arguments["one_shot"] for arguments in fusions} == {None, True, False}
     sglang = [arguments for name, arguments in calls if name == "sglang"]
     assert {arguments["two_shot"] for arguments in sglang} == {None, True, False}
-    assert [name for name, _ in calls].index("compile") < [n for n, _ in calls].index("create")
-    assert sum(name == "close" for name, _ in calls) == 3
+    names = [name for name, _ in calls]
+    assert names.index("compile") < names.index("create")
+    assert names.count("close") == 3
 
 
 @pytest.mark.parametrize(
@@ -111,62 +129,45 @@ def test_flashinfer_quantizes_with_the_pattern_of_the_mode(
     quant: str, return_normed: bool, pattern: int | None
 ) -> None:
     mode = Mode(quant, return_normed=return_normed)
-    ranks = run_ranks(with_fakes, 2, args=(job("flashinfer", modes=(mode,)),))
-    records = results(ranks)
+    records, calls = run(job("flashinfer", modes=(mode,)))
     assert all(record["error"] == record["reason"] == "" for record in records)
     names = [record["arm"] for record in records]
     assert ("flashinfer" in names) == (pattern is not None)
     assert "flashinfer+quant" in names
-    patterns = {arguments["pattern"] for name, arguments in ranks[0][1] if name == "fusion"}
+    patterns = {arguments["pattern"] for name, arguments in calls if name == "fusion"}
     assert patterns == ({1} if pattern is None else {1, pattern})
-
-
-def test_other_libraries_get_a_kernel_behind_them_that_quantizes() -> None:
-    what = job("sglang", "vllm", modes=(Mode("per_group:128"),))
-    names = [record["arm"] for record in results(run_ranks(with_fakes, 2, args=(what,)))]
-    assert names == [
-        *("sglang+quant", "sglang:one_shot+quant", "sglang:two_shot+quant", "sglang+local+quant"),
-        *("vllm+quant", "vllm+local+quant"),
-    ]
 
 
 @pytest.mark.parametrize("quant", ["", "per_group:128"])
 def test_symmetric_memory_holds_the_partial_sums_of_each_buffer_set(quant: str) -> None:
     what = job("symm_mem", modes=(Mode(quant),), shapes=(Shape(5, 256), Shape(2, 512)))
-    ranks = run_ranks(with_symm_mem, 2, args=(what,))
+    records, calls = run(what, ["symm_mem"])
     suffix = "+local+quant" if quant else "+local"
-    records = results(ranks)
     assert [r["arm"] for r in records] == [f"symm_mem:{a}_shot{suffix}" for a in ("one", "two")] * 2
     assert all(record["error"] == record["reason"] == "" for record in records)
-    sizes = [arguments["elems"] for name, arguments in ranks[0][1] if name == "rendezvous"]
+    sizes = [arguments["elems"] for name, arguments in calls if name == "rendezvous"]
     assert sizes == [5 * 256] * 2
 
 
 def test_weights_with_a_bias_and_float32() -> None:
     shape = Shape(3, 256, 1e-6, weight_bias=1.0)
-    what = job("flashinfer", "sglang", "vllm", shapes=(shape,), dtype="float32")
-    records = results(run_ranks(with_fakes, 2, args=(what,)))
+    records, _ = run(job(*ENGINES, shapes=(shape,), dtype="float32"))
     by_arm = {record["arm"]: record for record in records}
     assert by_arm["sglang"]["reason"] == "no kernel for torch.float32"
     assert by_arm["flashinfer"]["error"] == by_arm["vllm"]["error"] == ""
 
 
-def test_what_is_not_installed_is_missing_for_a_reason() -> None:
-    what = job("allnorm", "flashinfer", "sglang", "vllm")
-    by_arm = {r["arm"]: r for r in results(run_ranks(on_cpu, 2, args=(what,)))}
-    assert by_arm["allnorm"]["reason"] == ""
-    for name in ("flashinfer", "sglang", "vllm"):
-        assert by_arm[name]["reason"].startswith("missing: rank 0: ModuleNotFoundError: No module")
+def test_a_library_that_is_not_installed_is_missing_with_a_reason() -> None:
+    records, _ = run(job("allnorm", *ENGINES), installed=())
+    reasons = {record["arm"]: record["reason"] for record in records}
+    assert reasons["allnorm"] == ""
+    for name in ENGINES:
+        assert reasons[name].startswith("missing: rank 0: ModuleNotFoundError: No module")
 
 
-def test_times_on_overwritten_inputs_are_no_times() -> None:
+def test_overwritten_inputs_end_the_benchmark() -> None:
     with pytest.raises(RankError, match=r"has overwritten the inputs .*\(rank [01]: 5x256"):
-        run_ranks(with_overwriting_sglang, 2, args=(job("allnorm", "sglang"),))
-
-
-def test_an_older_sglang_has_the_plain_all_reduce_only() -> None:
-    records = results(run_ranks(without_fused_sglang, 2, args=(job("sglang"),)))
-    assert [record["arm"] for record in records] == ["sglang+local"]
+        run(job("allnorm", "sglang"), norm=fake_peers.overwriting_norm)
 
 
 class Failing(Peer):
@@ -200,39 +201,39 @@ class Failing(Peer):
         return [Reduction(self.name, call)]
 
 
-def run_failing(rank: int, world_size: int, where: str, what: ranks_bench.Job) -> Any:
+def on_cpu_failing(rank: int, world_size: int, where: str, what: ranks_bench.Job) -> Ran:
     Failing.where = where
     peers.REGISTRY = {"failing": Failing}
     return on_cpu(rank, world_size, what)
 
 
+def run_failing(where: str, what: ranks_bench.Job) -> Records:
+    return result(run_ranks(on_cpu_failing, 2, args=(where, what)))[0]
+
+
 @pytest.mark.parametrize("where", ["load", "open", "call"])
-def test_a_failure_of_one_rank_takes_the_peer_out_on_all(where: str) -> None:
-    what = job("allnorm", "failing", shapes=(Shape(4, 256),))
-    records = results(run_ranks(run_failing, 2, args=(where, what)))
-    own, other = records
+def test_a_peer_that_fails_on_one_rank_is_dropped_on_all(where: str) -> None:
+    own, other = run_failing(where, job("allnorm", "failing", shapes=(Shape(4, 256),)))
     assert own["p50_us"] > 0
     prefix = "" if where == "call" else "missing: "
     assert other["reason"] == f"{prefix}rank 1: RuntimeError: broken {where}"
     assert other["error"] == ""
-    assert other["p50_us"] != other["p50_us"]
+    assert math.isnan(other["p50_us"])
 
 
 def test_a_wrong_result_of_a_peer_is_not_timed() -> None:
-    what = job("failing", shapes=(Shape(4, 256),))
-    record = results(run_ranks(run_failing, 2, args=("result", what)))[0]
+    record = run_failing("result", job("failing", shapes=(Shape(4, 256),)))[0]
     assert record["error"].startswith("rank 0: residual_out")
-    assert record["p50_us"] != record["p50_us"]
+    assert math.isnan(record["p50_us"])
 
 
-def test_what_a_peer_does_not_support_is_said() -> None:
-    what = job("failing", shapes=(Shape(3, 256), Shape(2, 256)))
-    records = results(run_ranks(run_failing, 2, args=("", what)))
+def test_an_unsupported_shape_is_reported_with_the_reason() -> None:
+    records = run_failing("", job("failing", shapes=(Shape(3, 256), Shape(2, 256))))
     assert [record["reason"] for record in records] == ["only even rows", ""]
     assert [record["arm"] for record in records] == ["failing", "failing+local"]
 
 
-def test_gpu_libraries_are_refused_elsewhere_and_with_multicast(
+def test_gpu_libraries_are_rejected_on_cpu_and_with_multicast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     setting = peers.Setting(0, 2, torch.device("cpu"), torch.bfloat16, None, ())  # type: ignore[arg-type]
@@ -244,7 +245,7 @@ def test_gpu_libraries_are_refused_elsewhere_and_with_multicast(
     assert Failing(setting).missing() == ""
 
 
-def test_an_exception_is_one_line() -> None:
+def test_an_exception_is_formatted_in_one_line() -> None:
     assert first_line(ValueError("a\nb")) == "ValueError: a"
     assert first_line(ValueError()) == "ValueError"
     assert len(first_line(ValueError("x" * 1000))) == 200
@@ -270,7 +271,7 @@ class InPlace(Peer):
         return [Reduction("in_place", lambda i: case.xs[i].add_(1.0), capturing=capturing)]
 
 
-def test_a_peer_that_overwrites_its_inputs_has_its_own() -> None:
+def test_a_peer_that_overwrites_its_inputs_gets_copies() -> None:
     cpu = torch.device("cpu")
     case = make_case(Shape(3, 64), "float32", "rounded", cpu, rank=1, world_size=2, seed=0)
     made, first = case.checksums(), case.xs[0].clone()

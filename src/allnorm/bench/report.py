@@ -32,10 +32,10 @@ class Measurement:
     p90_us: float
     p99_us: float
     # Calls without a graph: host time per call, and time until it is done; NaN if not measured.
-    host_us: float
-    eager_us: float
-    error: str  # what is wrong with the result; "" if it is right
-    reason: str  # why the arm cannot run; "" if it ran
+    host_us: float = math.nan
+    eager_us: float = math.nan
+    error: str = ""  # what is wrong with the result; "" if it is right
+    reason: str = ""  # why the arm cannot run; "" if it ran
     # Input features (K) of the GEMM before each call; 0: no GEMM, a chain of calls.
     product: int = 0
     # Time of the GEMM alone, already subtracted from p50_us to p99_us; NaN without a GEMM.
