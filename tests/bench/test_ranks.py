@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import allnorm
 from allnorm.bench import arms, bounds, clock
 from allnorm.bench import run as ranks_bench
-from allnorm.bench.case import Outcome, make_case
+from allnorm.bench.case import Case, Outcome, make_case
 from allnorm.bench.clock import Product
 from allnorm.bench.modes import YARDSTICKS, Mode, Shape, arm_names, known_arms
 from allnorm.testing import run_ranks
@@ -31,6 +32,21 @@ def job(*modes: Mode, **changes: Any) -> ranks_bench.Job:
     return ranks_bench.Job(**{**settings, **changes}, modes=modes, device="cpu", seconds=0.01)
 
 
+def run(what: ranks_bench.Job, world_size: int = 2) -> Any:
+    """Returns the records of each rank."""
+    return run_ranks(ranks_bench.run, world_size, args=(what,))
+
+
+def odd_case(rank: int = 0) -> Case:
+    return make_case(ODD, "bfloat16", "rounded", CPU, rank=rank, world_size=2, seed=0)
+
+
+def idle(name: str, **changes: Any) -> arms.Arm:
+    """Returns an arm that does nothing, except for the changes."""
+    arm = arms.Arm(name, lambda index: None, lambda result: result)
+    return dataclasses.replace(arm, **changes)
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize(
     ("world_size", "quants", "return_normed"),
@@ -44,7 +60,7 @@ def test_every_arm_is_right(
     world_size: int, quants: tuple[str, ...], return_normed: bool, sharded: bool
 ) -> None:
     modes = [Mode(quant, sharded, bool(quant) and return_normed) for quant in quants]
-    ranks = run_ranks(ranks_bench.run, world_size, args=(job(*modes),))
+    ranks = run(job(*modes), world_size)
     plain = [[(r["shape"], r["mode"], r["arm"], r["reason"]) for r in records] for records in ranks]
     assert all(other == plain[0] for other in plain)
     expected = [
@@ -64,8 +80,8 @@ def test_every_arm_is_right(
 
 
 @pytest.mark.parametrize("numerics", ["rounded", "vllm"])
-def test_what_comes_before_the_residual(numerics: str) -> None:
-    """Runs post norms and experts in every arm and yardstick, including calls in two launches."""
+def test_every_arm_is_right_with_post_norms_and_experts(numerics: str) -> None:
+    """Runs every arm and yardstick, including calls in two launches."""
     changes = ({"post_norm": True}, {"experts": 3}, {"experts": 1})
     modes = [
         Mode(quant, sharded, **change)
@@ -73,7 +89,7 @@ def test_what_comes_before_the_residual(numerics: str) -> None:
         for quant, sharded in (("", False), ("per_token", False), ("", True))
     ]
     what = job(*modes, shapes=(ODD, Shape(3, 640)), products=(0, 256), numerics=numerics)
-    records = run_ranks(ranks_bench.run, 2, args=(what,))[0]
+    records = run(what)[0]
     for record in records:
         assert record["error"] == "", (record, modes[record["mode"]])
         one_shot = modes[record["mode"]].residual_sharded and record["arm"] == "allnorm:one_shot"
@@ -84,21 +100,21 @@ def test_what_comes_before_the_residual(numerics: str) -> None:
     assert {"allnorm+norm", "sum+allnorm", "gloo+local"} <= {arm for _, arm in ran}
 
 
-def test_rows_that_do_not_consist_of_groups_run_without_quantization_only() -> None:
+def test_rows_that_no_group_divides_run_without_quantization_only() -> None:
     shapes = (Shape(2, 2880),)
-    mode = Mode("per_group:128")
-    records = run_ranks(ranks_bench.run, 2, args=(job(mode, shapes=shapes),))[0]
-    reasons = {record["arm"]: record["reason"] for record in records}
-    assert reasons.pop("allnorm16") == ""
-    (reason,) = {*reasons.values()}
-    assert reason.startswith("hidden_size 2880")
+    records = run(job(Mode("per_group:128"), shapes=shapes, products=(0, 64)))[0]
+    assert {record["error"] for record in records} == {""}
+    ran = {record["arm"] for record in records if not record["reason"]}
+    assert ran == {"allnorm16", *YARDSTICKS}
+    reasons = {record["reason"] for record in records if record["arm"] not in ran}
+    assert [reason[:16] for reason in reasons] == ["hidden_size 2880"]
 
 
-def test_behind_a_product_its_own_time_is_taken_off_and_inputs_come_back() -> None:
+def test_the_time_of_a_gemm_is_subtracted_and_inputs_are_restored() -> None:
     modes = Mode(), Mode("per_token")  # the second is checked after the first was timed
     arms = "allnorm", "gloo+local"
     what = job(*modes, shapes=(Shape(8, 512),), arms=arms, products=(512, 0))
-    ranks = run_ranks(ranks_bench.run, 2, args=(what,))
+    ranks = run(what)
     records = ranks[0]
     assert [(r["mode"], r["product"], r["arm"], r["error"], r["reason"]) for r in records] == [
         (mode, product, arm, "", "")
@@ -120,24 +136,13 @@ def test_behind_a_product_its_own_time_is_taken_off_and_inputs_come_back() -> No
             assert "beyond_empty_us" not in record
 
 
-def test_rows_that_no_group_divides_have_yardsticks_without_quantization() -> None:
-    what = job(Mode("per_group:128"), shapes=(Shape(2, 2880),), products=(64,), arms=("allnorm16",))
-    records = run_ranks(ranks_bench.run, 2, args=(what,))[0]
-    assert [(r["arm"], r["error"]) for r in records] == [
-        (arm, "") for arm in ("allnorm16", *YARDSTICKS)
-    ]
-
-
 def samples_of_ranks(rank: int, world_size: int) -> clock.Samples:
-    waits, alone = (
-        arms.Arm(name, lambda index: None, lambda result: result, in_step=in_step)
-        for name, in_step in (("waits", True), ("alone", False))
-    )
+    waits, alone = idle("waits", in_step=True), idle("alone", in_step=False)
     own = {"waits": [[30.0, 20.0], [21.0, 29.0]][rank], "alone": [[5.0, 7.0], [6.0, 6.5]][rank]}
     return clock.together(own, [waits, alone])
 
 
-def test_who_waits_for_others_does_not_count() -> None:
+def test_time_that_a_rank_waits_for_peers_does_not_count() -> None:
     """Per replay, the shortest of the ranks' times counts if they wait, otherwise the longest."""
     expected = {"waits": [21.0, 20.0], "alone": [6.0, 7.0]}
     assert run_ranks(samples_of_ranks, 2) == [expected, expected]
@@ -145,7 +150,7 @@ def test_who_waits_for_others_does_not_count() -> None:
 
 @pytest.mark.parametrize("quant", ["", "per_group:64", "per_tensor"])
 def test_the_local_yardstick_is_checked(quant: str) -> None:
-    case = make_case(ODD, "bfloat16", "rounded", CPU, rank=1, world_size=2, seed=0)
+    case = odd_case(rank=1)
     mode = Mode(quant, return_normed=bool(quant))
     local = arms.yardstick("local", case, mode)
     result = local.call(1)
@@ -156,13 +161,11 @@ def test_the_local_yardstick_is_checked(quant: str) -> None:
     assert error.endswith("differs from the reference")
 
 
-def test_samples_beyond_a_product() -> None:
-    case = make_case(ODD, "bfloat16", "rounded", CPU, rank=0, world_size=2, seed=0)
+def test_samples_in_excess_of_a_gemm() -> None:
+    case = odd_case()
     product, before = Product(case, 32), [x.clone() for x in case.xs]
-    seen = []
-    arm = arms.Arm(
-        "reads x", lambda index: seen.append(case.xs[index].clone()), lambda result: result
-    )
+    seen: list[torch.Tensor] = []
+    arm = idle("reads x", call=lambda index: seen.append(case.xs[index].clone()))
     product.before(arm).call(1)
     assert not torch.equal(seen[0], before[1])
     assert torch.equal(case.xs[0], before[0])
@@ -187,7 +190,7 @@ def run_wrong(rank: int, world_size: int, what: ranks_bench.Job) -> Any:
     return ranks_bench.run(rank, world_size, what)
 
 
-def test_a_bit_of_one_rank_makes_an_arm_wrong_on_all() -> None:
+def test_one_wrong_bit_on_one_rank_makes_an_arm_wrong_on_all() -> None:
     what = job(Mode(), arms=("allnorm", "gloo+local"))
     for records in run_ranks(run_wrong, 2, args=(what,)):
         own, other = records[:2]
@@ -196,26 +199,26 @@ def test_a_bit_of_one_rank_makes_an_arm_wrong_on_all() -> None:
         assert other["error"] == ""
 
 
-def test_what_a_call_must_return_may_not_be_missing() -> None:
-    case = make_case(ODD, "bfloat16", "rounded", CPU, rank=0, world_size=2, seed=0)
+def test_missing_and_wrong_parts_of_a_result_are_named() -> None:
+    case = odd_case()
     normed, residual = case.expected[0]
     quantized, scale = case.quantized("per_token")[0]
     mode = Mode("per_token", return_normed=True)
 
     def complaint(got: Outcome, exact: bool = True) -> str:
-        arm = arms.Arm("allnorm", lambda index: got, lambda result: result, exact=exact)
-        return ranks_bench.describe_error(arm, got, case, 0, mode)
+        return ranks_bench.describe_error(idle("allnorm", exact=exact), got, case, 0, mode)
 
     whole = Outcome(residual, normed, quantized, scale)
     assert complaint(whole) == complaint(whole, exact=False) == ""
-    assert complaint(dataclasses.replace(whole, normed=None)) == "normed is missing"
-    assert complaint(dataclasses.replace(whole, scale=None)) == "scale is missing"
     other = quantized.clone()
     other.view(torch.uint8)[1, 1] ^= 1
-    changed = dataclasses.replace(whole, quantized=other)
-    assert complaint(changed) == "quantized differs from the reference"
-    wider = dataclasses.replace(whole, scale=scale.double())
-    assert complaint(wider) == "scale differs from the reference"
+    for part, value, expected in (
+        ("normed", None, "normed is missing"),
+        ("scale", None, "scale is missing"),
+        ("quantized", other, "quantized differs from the reference"),
+        ("scale", scale.double(), "scale differs from the reference"),
+    ):
+        assert complaint(dataclasses.replace(whole, **{part: value})) == expected
     assert bounds.describe_error(whole, case, 0, "per_token") == ""
 
 
@@ -250,10 +253,7 @@ def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "now_ms", 0.0)
     calls = clock.calls_per_graph(1)
-    good, bad = (
-        (arms.Arm(name, lambda index: None, lambda result: result), Graph(ms))
-        for name, ms in (("good", 2e-3 * calls), ("bad", math.inf))
-    )
+    good, bad = (idle("good"), Graph(2e-3 * calls)), (idle("bad"), Graph(math.inf))
     samples = clock.time_cuda([good], 1, rounds=2)
     assert samples == {"good": [pytest.approx(2.0)] * 6}
     with pytest.raises(RuntimeError, match="launch failure") as caught:
@@ -261,17 +261,14 @@ def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.__notes__ == ["while bad was timed"]
 
 
-def test_arms_take_turns_in_another_order_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_run_in_a_different_order_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "now_ms", 0.0)
 
     def orders() -> list[list[str]]:
         seen: list[str] = []
-
-        def arm(name: str) -> arms.Arm:
-            return arms.Arm(name, str, lambda result: result, reset=lambda: seen.append(name))
-
-        clock.time_cuda([(arm(name), Graph(1.0)) for name in "abcd"], 1, rounds=4)
+        made = [idle(name, reset=functools.partial(seen.append, name)) for name in "abcd"]
+        clock.time_cuda([(arm, Graph(1.0)) for arm in made], 1, rounds=4)
         return [seen[start : start + 4] for start in range(0, 16, 4)]
 
     found = orders()
@@ -288,15 +285,13 @@ def test_a_kernel_that_fails_in_eager_calls_is_named(monkeypatch: pytest.MonkeyP
         if failure := next(waits):
             raise failure
 
-    bad = arms.Arm("bad", lambda index: None, lambda result: result)
     with pytest.raises(RuntimeError, match="launch failure") as caught:
-        clock.time_eager(bad, synchronize)
+        clock.time_eager(idle("bad"), synchronize)
     assert caught.value.__notes__ == ["while bad was timed"]
 
 
 def eager(rank: int, world_size: int) -> dict[str, float]:
-    arm = arms.Arm("nothing", lambda index: None, lambda result: result)
-    return clock.time_eager(arm, lambda: None)
+    return clock.time_eager(idle("nothing"), lambda: None)
 
 
 def test_calls_without_a_graph() -> None:
