@@ -17,6 +17,7 @@ import multiprocessing.util
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -46,37 +47,34 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds that one module in the usual way, and replaces its loader."""
+        """Finds that one module in the usual way; traces processes that join a group."""
         if fullname != _MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._folder)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            module.init_process_group = _tracing(module.init_process_group, self._folder)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, folder: str) -> None:
-        self._loader = loader
-        self._folder = folder
+def _tracing(init: Callable[..., None], folder: str) -> Callable[..., None]:
+    """Returns a function that calls `init`, and starts the trace after its first success."""
+    started: list[bool] = []
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        if not started:
+            started.append(True)
+            start(folder)
 
-    def exec_module(self, module: Any) -> None:
-        self._loader.exec_module(module)
-        init, folder = module.init_process_group, self._folder
-        started: list[bool] = []
-
-        def init_process_group(*args: Any, **kwargs: Any) -> None:
-            init(*args, **kwargs)
-            if not started:
-                started.append(True)
-                start(folder)
-
-        module.init_process_group = init_process_group
+    return init_process_group
 
 
 def start(folder: str) -> None:
