@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -114,17 +114,15 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
     local = "+local" in name
     if mode.residual_sharded:
         return _sharded(case, mode, name, local)
-    if mode.experts:
-        reduction = Reduction(name, _sum_and_reduce(case), foreign=False)
-    else:
-        copies = [x.clone() for x in case.xs]
+    copies = [] if mode.experts else [x.clone() for x in case.xs]
 
-        def all_reduce(index: int) -> torch.Tensor:
-            dist.all_reduce(copies[index])
-            return copies[index]
+    def all_reduce(index: int) -> torch.Tensor:
+        x = sum_experts(case.xs[index]) if mode.experts else copies[index]
+        dist.all_reduce(x)
+        return x
 
-        reset = partial(copy_all, copies, case.xs)
-        reduction = Reduction(name, all_reduce, reset=reset, foreign=False)
+    reset = partial(copy_all, copies, case.xs[: len(copies)])
+    reduction = Reduction(name, all_reduce, reset=reset, foreign=False)
     if local:
         return then_local_norm(reduction, case, mode, name)
     residuals = [batch.residual for batch in case.batches]
@@ -145,22 +143,18 @@ def yardstick(name: str, case: Case, mode: Mode) -> Arm:
     (+ quantization) of this rank's partial sums, without communication.
     """
     if name == "empty":
-        return Arm(name, _nothing(case.device), _no_outcome, in_step=False, check=_not_checked)
-    options = case.options(mode)
-    inputs: list[Any] = [
-        (x, batch.residual, batch.weight, case.shape.eps)
-        for x, batch in zip(case.xs, case.batches, strict=True)
-    ]
-    function: Any = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
+        launch = torch.cuda._sleep if case.device.type == "cuda" else (lambda cycles: None)
+        return Arm(name, lambda index: launch(0), _no_outcome, in_step=False, check=_not_checked)
+    options, rest, function = case.options(mode), case.rest(), _local(mode)
     spec = case.spec(mode.quant)
     plain = case.options(replace(mode, quant=""))
 
     def call(index: int) -> Any:
-        return function(*inputs[index], **options)
+        return function(case.xs[index], *rest[index], **options)
 
     def check(result: Any, index: int) -> str:
-        x, *rest = inputs[index]
-        normed, residual = reference.all_reduce_add_rms_norm([x], *rest, **plain)
+        x = case.xs[index]
+        normed, residual = reference.all_reduce_add_rms_norm([x], *rest[index], **plain)
         wanted, got = {"residual": residual, "normed": normed}, outcome_of(result)
         if spec is not None:
             wanted["quantized"], wanted["scale"] = reference.quantize(normed, spec)
@@ -171,8 +165,14 @@ def yardstick(name: str, case: Case, mode: Mode) -> Arm:
     return Arm(name, call, outcome_of, in_step=False, check=check)
 
 
-def _nothing(device: torch.device) -> Call:
-    return (lambda index: torch.cuda._sleep(0)) if device.type == "cuda" else (lambda index: None)
+def _fused(comm: allnorm.Communicator, mode: Mode) -> Callable[..., Any]:
+    """Returns the method of the communicator for the mode's results."""
+    return comm.all_reduce_add_rms_norm_quant if mode.quant else comm.all_reduce_add_rms_norm
+
+
+def _local(mode: Mode) -> Callable[..., Any]:
+    """Returns allnorm's local kernel for the mode's results."""
+    return allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
 
 
 def _no_outcome(result: Any) -> Outcome:
@@ -203,13 +203,9 @@ def allnorm_arm(
     if algorithm not in ("auto", plan.algorithm):
         return plan.reason
     rows = comm.row_shard(case.num_rows) if sharded else None
-    held = slice(*rows) if rows else slice(None)
+    rest, method = case.rest(slice(*rows) if rows else slice(None)), _fused(comm, mode)
+    arguments = [(x, *others) for x, others in zip(case.xs, rest, strict=True)]
     options = case.options(mode) | {"algorithm": algorithm, "residual_sharded": sharded}
-    arguments = [
-        (x, batch.residual[held], batch.weight, case.shape.eps)
-        for x, batch in zip(case.xs, case.batches, strict=True)
-    ]
-    method = comm.all_reduce_add_rms_norm_quant if mode.quant else comm.all_reduce_add_rms_norm
 
     def call(index: int) -> Any:
         return method(*arguments[index], **options)
@@ -219,21 +215,12 @@ def allnorm_arm(
 
 def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
     """Returns the arm of one step of a hierarchical call; only the whole call is checked."""
-    shape = case.num_rows, case.shape.hidden_size, case.dtype
-    try:
-        plan = comm.plan(*shape, algorithm="hierarchical")
-    except allnorm.UnsupportedError as error:
-        return str(error)
-    if plan.algorithm != "hierarchical":
-        return plan.reason
-    part = name.partition(":")[2]
-    options: dict[str, Any] = {
-        "weight_bias": case.shape.weight_bias,
-        "numerics": case.numerics,
-    }
+    whole = allnorm_arm(comm, case, Mode(), name, "hierarchical")
+    if isinstance(whole, str):
+        return whole
+    part, options = name.partition(":")[2], case.options(Mode())
     calls = [
-        comm._parts(x, batch.residual, batch.weight, case.shape.eps, **options)[part]
-        for x, batch in zip(case.xs, case.batches, strict=True)
+        comm._parts(x, *rest, **options)[part] for x, rest in zip(case.xs, case.rest(), strict=True)
     ]
     return Arm(name, lambda index: calls[index](), _no_outcome, check=_not_checked)
 
@@ -256,59 +243,47 @@ def _norm_twice(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -
 
 def _sum_first(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:
     """Returns an arm of two launches: the sum over experts, then the call."""
-    summed, options = expert_sums(case), case.options(mode)
-    rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
-    method: Any = comm.all_reduce_add_rms_norm_quant if mode.quant else comm.all_reduce_add_rms_norm
+    rest, options, method = case.rest(), case.options(mode), _fused(comm, mode)
 
     def call(index: int) -> Any:
-        return method(summed(index), *rest[index], **options)
+        return method(sum_experts(case.xs[index]), *rest[index], **options)
 
     return Arm(name, call, outcome_of)
 
 
-def _sum_and_reduce(case: Case) -> Callable[[int], torch.Tensor]:
-    summed = expert_sums(case)
+def sum_experts(experts: allnorm.ExpertSum) -> torch.Tensor:
+    """Sums the rows of experts, given by an index, with weights: a Triton kernel; on CPUs, PyTorch.
 
-    def reduce(index: int) -> torch.Tensor:
-        x = summed(index)
-        dist.all_reduce(x)
-        return x
-
-    return reduce
-
-
-def expert_sums(case: Case) -> Callable[[int], torch.Tensor]:
-    """Returns a function that sums the rows of experts: a Triton kernel; on CPUs, PyTorch.
+    A CUDA graph can capture it for numbers of tokens with which it was called before.
 
     Raises:
         ImportError: on a GPU, Triton is not installed.
     """
-    given: list[Any] = case.xs
-    if case.device.type != "cuda":
-
-        def in_torch(index: int) -> torch.Tensor:
-            experts = given[index]
-            rows = experts.rows[experts.index] * experts.weights.unsqueeze(-1)
-            return (rows.sum(1) + experts.shared).to(case.dtype)
-
-        return in_torch
+    rows, weights, shared = experts.rows, experts.weights, experts.shared
+    assert experts.index is not None
+    assert weights is not None
+    if rows.device.type == "cpu":
+        total = (rows[experts.index] * weights.unsqueeze(-1)).sum(1)
+        return (total if shared is None else total + shared).to(rows.dtype)
     from allnorm.bench import triton_expert_sum
 
-    def summed(index: int) -> torch.Tensor:
-        shared = given[index].shared
-        assert shared is not None
-        sums = torch.empty_like(shared)
-        triton_expert_sum.expert_sum(given[index], sums)
-        return sums
+    if shared is None:
+        shared = _zeros((experts.index.shape[0], rows.shape[-1]), rows.dtype, rows.device)
+    sums = torch.empty_like(shared)
+    triton_expert_sum.expert_sum(replace(experts, shared=shared), sums)
+    return sums
 
-    return summed
+
+@cache
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns zeros in place of a shared expert's rows, which the Triton kernel requires."""
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def then_local_norm(reduction: Reduction, case: Case, mode: Mode, name: str) -> Arm:
     """Returns an arm: the reduction, then allnorm's local add + norm (+ quantization) kernel."""
-    options, reduce = case.options(mode), reduction.call
-    rest = [(batch.residual, batch.weight, case.shape.eps) for batch in case.batches]
-    function = allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
+    options, rest = case.options(mode), case.rest()
+    function, reduce = _local(mode), reduction.call
 
     def call(index: int) -> Any:
         return function(reduce(index), *rest[index], **options)
@@ -411,10 +386,9 @@ def _local_norm(
 ) -> Callable[..., Any]:
     rest = [(batch.weight, case.shape.eps) for batch in case.batches]
     options = case.options(mode) | ({"quant": spec} if spec else {})
-    function: Any = allnorm.add_rms_norm_quant if spec else allnorm.add_rms_norm
 
     def norm(index: int, x: torch.Tensor) -> Any:
-        result = function(x, residuals[index], *rest[index], **options)
+        result = _local(mode)(x, residuals[index], *rest[index], **options)
         if spec is None:
             return result[1], result[0]
         return result.residual, result.normed, result.quantized, result.scale

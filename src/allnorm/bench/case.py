@@ -104,6 +104,10 @@ class Case:
         spec = self.spec(mode.quant)
         return options | ({"quant": spec, "return_normed": mode.return_normed} if spec else {})
 
+    def rest(self, rows: slice = slice(None)) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+        """Returns the residual (or some rows of it), weight and eps of a call, per buffer set."""
+        return [(batch.residual[rows], batch.weight, self.shape.eps) for batch in self.batches]
+
     def unbiased_weights(self) -> list[torch.Tensor]:
         """Returns the weights plus their bias, for norms without a bias, per buffer set."""
         bias = self.shape.weight_bias

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import allnorm
 from allnorm import config
-from allnorm.bench.arms import gather_into
+from allnorm.bench.arms import gather_into, sum_experts
 from allnorm.bench.case import Case
 from allnorm.bench.e2e.models import Transformer
 from allnorm.bench.modes import Mode, Shape
@@ -80,7 +80,7 @@ def fused(comm: allnorm.Communicator, model: Transformer, algorithm: str) -> Sit
 
 def then_torch(reduce: Reduce, model: Transformer) -> Site:
     """Returns a site: sum over experts (if any), all-reduce, PyTorch's add and RMSNorms."""
-    eps, bias, summed_of = model.eps, model.weight_bias, ExpertSums()
+    eps, bias = model.eps, model.weight_bias
     biased: dict[Tensor, Tensor] = {}
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def then_torch(reduce: Reduce, model: Transformer) -> Site:
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
-        reduced = reduce(summed_of(x))
+        reduced = reduce(_summed(x))
         summed = residual.add_(norm(reduced, post.weight) if post else reduced)
         return norm(summed, weight), summed
 
@@ -100,10 +100,10 @@ def then_torch(reduce: Reduce, model: Transformer) -> Site:
 
 def then_local(reduce: Reduce, model: Transformer) -> Site:
     """Returns a site: sum over experts (if any), all-reduce, allnorm's add + norm kernel."""
-    local, summed_of = _local(model), ExpertSums()
+    local = _local(model)
 
     def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
-        return local(reduce(summed_of(x)), residual, weight, post)
+        return local(reduce(_summed(x)), residual, weight, post)
 
     return site
 
@@ -118,39 +118,9 @@ def _local(model: Transformer) -> Site:
     return site
 
 
-class ExpertSums:
-    """A function that sums the rows of experts: a Triton kernel on GPUs, PyTorch on CPUs.
-
-    It returns plain tensors unchanged. A CUDA graph can capture it for numbers of rows with which
-    it was called before.
-    """
-
-    def __init__(self) -> None:
-        # Zeros in place of a shared expert's rows, which the Triton kernel requires.
-        self._zeros: dict[int, Tensor] = {}
-
-    def __call__(self, x: Partial) -> Tensor:
-        """Returns this rank's partial sums.
-
-        Raises:
-            ImportError: on a GPU, Triton is not installed.
-        """
-        if isinstance(x, Tensor):
-            return x
-        assert x.index is not None
-        assert x.weights is not None
-        if x.rows.device.type == "cpu":
-            rows = x.rows[x.index] * x.weights.unsqueeze(-1)
-            return rows.sum(1).to(x.rows.dtype)
-        from allnorm.bench import triton_expert_sum
-
-        num_tokens = x.index.shape[0]
-        if num_tokens not in self._zeros:
-            self._zeros[num_tokens] = x.rows.new_zeros((num_tokens, x.rows.shape[-1]))
-        shared = self._zeros[num_tokens]
-        sums = torch.empty_like(shared)
-        triton_expert_sum.expert_sum(replace(x, shared=shared), sums)
-        return sums
+def _summed(x: Partial) -> Tensor:
+    """Returns this rank's partial sums; the rows of experts are summed by a separate kernel."""
+    return x if isinstance(x, Tensor) else sum_experts(x)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -235,11 +205,11 @@ class PeerSites:
 
 def _arm(peer: Peer, local: bool, model: Transformer) -> Arm:
     """Returns the arm of one library; for unsupported shapes it runs `nccl+local`."""
-    fallback, summed_of = Arm(then_local(all_reduce, model)), ExpertSums()
+    fallback = Arm(then_local(all_reduce, model))
     by_rows: dict[int, Arm] = {}
 
     def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
-        x = summed_of(x)
+        x = _summed(x)
         rows = x.shape[0]
         if rows not in by_rows:
             shape = Shape(rows, model.hidden_size, model.eps, model.weight_bias)
