@@ -58,24 +58,33 @@ def describe_quantized(
     """
     wanted, size = normed.float(), _group_size(spec, normed.shape[-1])
     scales = scale_of_elements(scale, spec, *normed.shape)
-    if isinstance(spec, allnorm.NvFp4):
-        return _describe_nvfp4(quantized, scales, wanted, limit, spec)
+    is_fp4 = isinstance(spec, allnorm.NvFp4)
     if not isinstance(spec, allnorm.Fp8PerTensor):
-        groups = wanted.unflatten(-1, (-1, size))
-        largest = groups.abs().amax(-1)
+        largest = wanted.unflatten(-1, (-1, size)).abs().amax(-1)
         # The slack allows for a quotient on the other side of a power of two.
         slack = limit.unflatten(-1, (-1, size)).amax(-1) * _SECOND_ORDER + 1e-6 * largest
         low, high = (_scale(largest + sign * slack, spec) for sign in (-1, 1))
         got = scales.unflatten(-1, (-1, size))[..., 0]
-        tolerance = 2 * torch.finfo(torch.float32).eps
+        tolerance = 0.0 if is_fp4 else 2 * torch.finfo(torch.float32).eps
         outside = ~((got >= low * (1 - tolerance)) & (got <= high * (1 + tolerance)))
         if bool(outside.any()):
             return f"scale: {int(outside.sum())} of {outside.numel()} beyond the bound"
-    values = quantized.float() * scales
-    near = limit + _half_unit((wanted.abs() + limit) / scales) * scales
-    # If a static scale is too small for a value, library and reference both clamp it.
-    wanted = wanted.clamp(-_FP8_MAX * scales, _FP8_MAX * scales)
-    return _compare("dequantized", values, wanted, _SECOND_ORDER * near)
+    if isinstance(spec, allnorm.NvFp4):
+        units, elements, largest_element = scales / spec.global_scale, _decode(quantized), 6.0
+    else:
+        units, elements, largest_element = scales, quantized.float(), _FP8_MAX
+    magnitude = (wanted.abs() + limit) / units
+    near = limit + _half_unit(magnitude, is_fp4) * units
+    # If a given scale is too small for a value, library and reference both clamp it.
+    wanted = wanted.clamp(-largest_element * units, largest_element * units)
+    return _compare("dequantized", elements * units, wanted, _SECOND_ORDER * near)
+
+
+def _decode(quantized: torch.Tensor) -> torch.Tensor:
+    """Returns the values of packed e2m1 elements, two per byte, in float32."""
+    sizes = torch.tensor(E2M1_SIZES, device=quantized.device)
+    codes = torch.stack((quantized & 15, quantized >> 4), -1).flatten(-2).long()
+    return sizes[codes & 7] * torch.where(codes & 8 != 0, -1.0, 1.0)
 
 
 def scale_of_elements(
@@ -95,38 +104,6 @@ def scale_of_elements(
         exponents = (scale.unsqueeze(-1) >> shifts & 0xFF).flatten(-2)
         scale = (exponents << 23).view(torch.float32)[:, : hidden_size // size]
     return scale.float().repeat_interleave(size, dim=-1)
-
-
-def _describe_nvfp4(
-    quantized: torch.Tensor,
-    scales: torch.Tensor,
-    wanted: torch.Tensor,
-    limit: torch.Tensor,
-    spec: allnorm.NvFp4,
-) -> str:
-    """Describes errors of NVFP4 results: e2m1 elements whose scales are rounded to e4m3."""
-    global_scale = spec.global_scale.reshape(1)
-    size = _group_size(spec, wanted.shape[-1])
-    largest = wanted.unflatten(-1, (-1, size)).abs().amax(-1)
-    slack = limit.unflatten(-1, (-1, size)).amax(-1) * _SECOND_ORDER + 1e-6 * largest
-    low, high = (
-        ((largest + sign * slack).clamp(min=0) * global_scale / 6).clamp(max=_FP8_MAX).to(DTYPE)
-        for sign in (-1, 1)
-    )
-    got = scales.unflatten(-1, (-1, size))[..., 0]
-    outside = ~((got >= low.float()) & (got <= high.float()))
-    if bool(outside.any()):
-        return f"scale: {int(outside.sum())} of {outside.numel()} beyond the bound"
-    units = scales / global_scale
-    sizes = torch.tensor(E2M1_SIZES, device=wanted.device)
-    codes = torch.stack((quantized & 15, quantized >> 4), -1).flatten(-2).long()
-    values = sizes[codes & 7] * torch.where(codes & 8 != 0, -1.0, 1.0) * units
-    magnitude = (wanted.abs() + limit) / units
-    # Half the distance between neighboring e2m1 numbers, in units.
-    half = torch.where(magnitude < 2, 0.25, torch.where(magnitude < 4, 0.5, 1.0))
-    near = limit + half * units
-    wanted = wanted.clamp(-E2M1_SIZES[-1] * units, E2M1_SIZES[-1] * units)
-    return _compare("dequantized", values, wanted, _SECOND_ORDER * near)
 
 
 def bounds(case: Case, index: int) -> Result:
@@ -191,6 +168,9 @@ def _group_size(spec: Quant, hidden_size: int) -> int:
 
 def _scale(largest: torch.Tensor, spec: Quant) -> torch.Tensor:
     """Returns the scale for groups with these largest magnitudes."""
+    if isinstance(spec, allnorm.NvFp4):
+        scale = largest.clamp(min=0) * spec.global_scale / 6
+        return scale.clamp(max=_FP8_MAX).to(DTYPE).float()
     scale = largest.clamp(min=_MIN_AMAX) / _FP8_MAX
     if isinstance(spec, allnorm.Fp8PerGroup) and spec.scale_format != "float32":
         mantissa, exponent = torch.frexp(scale)
@@ -199,8 +179,10 @@ def _scale(largest: torch.Tensor, spec: Quant) -> torch.Tensor:
     return scale
 
 
-def _half_unit(magnitude: torch.Tensor) -> torch.Tensor:
-    """Returns half a unit in the last place of float8_e4m3fn numbers of that magnitude."""
+def _half_unit(magnitude: torch.Tensor, is_fp4: bool) -> torch.Tensor:
+    """Returns half a unit in the last place of e2m1 or float8_e4m3fn numbers of that magnitude."""
+    if is_fp4:
+        return torch.where(magnitude < 2, 0.25, torch.where(magnitude < 4, 0.5, 1.0))
     exponent = torch.frexp(magnitude).exponent - 1  # of the leading bit; three bits follow it
     return torch.ldexp(torch.ones_like(magnitude), exponent.clamp(min=-6) - 4)
 

@@ -134,24 +134,18 @@ def _change(case: Case, post_norm: bool, experts: int) -> Case:
         tuple(_experts(x, experts, NUM_SETS * rank + number) for rank, x in enumerate(batch.xs))
         for number, batch in enumerate(case.batches if experts else ())
     )
-    options: dict[str, Any] = {
-        "weight_bias": shape.weight_bias,
-        "numerics": case.numerics,
-        "post_norm": norm,
-        "islands": case.islands,
-    }
-    inputs: list[Any] = list(sums) or [batch.xs for batch in case.batches]
+    return _with_expected(replace(case, post_norm=norm, experts=sums))
+
+
+def _with_expected(case: Case) -> Case:
+    """Returns a case with the reference's results."""
+    options = case.options(Mode()) | {"islands": case.islands}
+    inputs: list[Any] = list(case.experts) or [batch.xs for batch in case.batches]
     expected = tuple(
-        reference.all_reduce_add_rms_norm(xs, b.residual, b.weight, shape.eps, **options)
-        for xs, b in zip(inputs, case.batches, strict=True)
+        reference.all_reduce_add_rms_norm(xs, *rest, **options)
+        for xs, rest in zip(inputs, case.rest(), strict=True)
     )
-    return Case(
-        *(shape, case.rank, case.world_size, case.dtype, case.device, case.numerics, case.batches),
-        expected,
-        norm,
-        sums,
-        case.islands,
-    )
+    return replace(case, expected=expected, _changed={}, _specs={}, _quantized={})
 
 
 def _experts(shared: torch.Tensor, top_k: int, seed: int) -> allnorm.ExpertSum:
@@ -180,18 +174,9 @@ def make_case(
 
     `seed` and `islands` must be equal on every rank; `islands` has the form of `allnorm.reference`.
     """
-    options: dict[str, Any] = {
-        "weight_bias": shape.weight_bias,
-        "numerics": numerics,
-        "islands": islands,
-    }
     size = (shape.num_tokens, shape.hidden_size, DTYPES[dtype], device, world_size)
     batches = tuple(
         make_batch(*size, seed * NUM_SETS + i, shape.weight_bias) for i in range(NUM_SETS)
     )
-    expected = tuple(
-        reference.all_reduce_add_rms_norm(b.xs, b.residual, b.weight, shape.eps, **options)
-        for b in batches
-    )
-    case = Case(shape, rank, world_size, DTYPES[dtype], device, numerics, batches, expected)
-    return replace(case, islands=islands)
+    place = (rank, world_size, DTYPES[dtype], device)
+    return _with_expected(Case(shape, *place, numerics, batches, (), islands=islands))
