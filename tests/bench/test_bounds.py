@@ -23,6 +23,7 @@ QUANTS = (
     "per_token",
     "per_tensor",
 )
+BLOCK_SCALED = ("mxfp8", "nvfp4", "nvfp4:row_major")
 
 
 def case_of(dtype: str, numerics: str = "rounded", weight_bias: float = 0.0) -> Case:
@@ -44,14 +45,14 @@ def ring(case: Case, xs: tuple[torch.Tensor, ...] | None = None, eps: float = 1e
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("numerics", ["rounded", "unrounded", "transformers", "vllm"])
-def test_honest_roundings_pass(dtype: str, numerics: str) -> None:
+def test_correct_rounding_passes(dtype: str, numerics: str) -> None:
     case = case_of(dtype, numerics, weight_bias=1.0)
     assert bounds.describe_error(ring(case), case, 0, "") == ""
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("mistake", ["a rank lost", "no residual", "nan", "zeros", "other eps"])
-def test_mistakes_do_not(dtype: str, mistake: str) -> None:
+def test_mistakes_fail(dtype: str, mistake: str) -> None:
     case = case_of(dtype)
     got = ring(case)
     assert got.normed is not None
@@ -95,13 +96,13 @@ def in_two_steps(case: Case, wrong: str = "") -> Outcome:
     [(Mode(post_norm=True), "eps of the post norm"), (Mode(experts=4), "an expert lost")],
     ids=["post norm", "experts"],
 )
-def test_what_comes_before_the_residual(dtype: str, mode: Mode, mistake: str) -> None:
+def test_post_norms_and_experts_are_bounded(dtype: str, mode: Mode, mistake: str) -> None:
     case = case_of(dtype, weight_bias=1.0).of(mode)
     assert bounds.describe_error(in_two_steps(case), case, 0, "") == ""
     assert "error bound" in bounds.describe_error(in_two_steps(case, mistake), case, 0, "")
 
 
-def test_a_shard_of_the_residual_is_compared_with_its_rows() -> None:
+def test_a_sharded_residual_is_compared_with_its_rows() -> None:
     case = case_of("bfloat16")
     got = ring(case)
     shard = Outcome(normed=got.normed, residual=got.residual[2:4], rows=(2, 4))
@@ -117,19 +118,24 @@ def spec_of(quant: str) -> Quant:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("quant", QUANTS)
-def test_honest_quantization_passes(dtype: str, quant: str) -> None:
+@pytest.mark.parametrize("quant", (*QUANTS, *BLOCK_SCALED))
+def test_correct_quantization_passes_and_a_wrong_row_or_scale_fails(dtype: str, quant: str) -> None:
     case = case_of(dtype)
     plain = ring(case)
     assert plain.normed is not None
     quantized, scale = reference.quantize(plain.normed, spec_of(quant))
     got = Outcome(plain.residual, None, quantized, scale)
     assert bounds.describe_error(got, case, 0, quant) == ""
+    quantized[5] = quantized[4].clone()
+    assert "dequantized" in bounds.describe_error(got, case, 0, quant)
+    if quant in BLOCK_SCALED:
+        scale.view(torch.uint8)[0] += 8
+        assert "scale" in bounds.describe_error(got, case, 0, quant)
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize("mistake", ["a value", "a scale", "truncated", "missing", "a row"])
-def test_mistaken_quantization_does_not(quant: str, mistake: str) -> None:
+@pytest.mark.parametrize("mistake", ["a value", "a scale", "truncated", "missing"])
+def test_mistakes_in_quantization_fail(quant: str, mistake: str) -> None:
     case, spec = case_of("float32"), spec_of(quant)
     quantized, scale = (t.clone() for t in case.quantized(quant)[0])
     if mistake == "a value":
@@ -143,13 +149,7 @@ def test_mistaken_quantization_does_not(quant: str, mistake: str) -> None:
         exact = case.expected[0][0].float() / scales
         too_far = quantized.float().abs() > exact.abs()
         quantized = (quantized.view(torch.uint8) - too_far.to(torch.uint8)).view(quantized.dtype)
-    elif mistake == "missing":
-        got = Outcome(case.expected[0][1], None, quantized, None)
-        assert "missing" in bounds.describe_error(got, case, 0, quant)
-        return
-    else:
-        quantized[5] = quantized[4].clone()
-    got = Outcome(case.expected[0][1], None, quantized, scale)
+    got = Outcome(case.expected[0][1], None, quantized, None if mistake == "missing" else scale)
     assert bounds.describe_error(got, case, 0, quant) != ""
 
 
@@ -163,7 +163,7 @@ def test_scales_of_elements_undo_layouts_and_formats(quant: str) -> None:
     assert torch.allclose(quantized.float() * scales, rows.float(), rtol=2**-4, atol=2**-9)
 
 
-def test_inputs_depend_on_rank_and_seed_alone() -> None:
+def test_inputs_depend_only_on_rank_and_seed() -> None:
     def make(world_size: int, seed: int) -> Batch:
         return make_batch(2, 64, torch.float32, CPU, world_size, seed=seed)
 
