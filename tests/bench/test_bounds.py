@@ -118,7 +118,7 @@ def spec_of(quant: str) -> Quant:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("quant", (*QUANTS, *BLOCK_SCALED))
+@pytest.mark.parametrize("quant", [*QUANTS, *BLOCK_SCALED])
 def test_correct_quantization_passes_and_a_wrong_row_or_scale_fails(dtype: str, quant: str) -> None:
     case = case_of(dtype)
     plain = ring(case)
