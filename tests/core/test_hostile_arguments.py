@@ -1,7 +1,7 @@
-"""Arguments that the kernels cannot read, or that one rank alone sees to be wrong.
+"""Arguments that kernels cannot read, or that are wrong on one rank only.
 
-None of them gives a wrong number, in a first call and in a repeated one that is made without
-Python; and no rank raises alone while its peers wait out their deadline.
+Neither first calls nor repeated calls, which C dispatches, may give wrong numbers. If one rank
+refuses a call, its peers raise long before their timeout.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import Case, comm, device, message_of, on
+from rank_helpers import Case, comm, device, message_of, on, same_on_every_rank
 
 import allnorm
 from allnorm import quant as quants
 from allnorm import reference
 from allnorm.core.prepared_call import Result
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 CASE = Case((4, 64), torch.float32)
-# Peers are told long before it passes.
 TIMEOUT_SECONDS, SOON_SECONDS = 120.0, 30.0
-REPEATS = (0, 4)  # calls of the same kind that came before
+REPEATS = (0, 4)  # number of earlier calls of the same kind
 
 
 class Plain(torch.Tensor):
-    """A subclass with memory like any other."""
+    """A subclass that has ordinary memory."""
 
 
 class Wrapper(torch.Tensor):
-    """A subclass without memory: its values are those of another tensor."""
+    """A subclass without memory, which wraps a tensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
@@ -72,7 +71,7 @@ def masked(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-# name: (a tensor made of another, what the message says)
+# name: (a function that converts a tensor, text in the error message)
 KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "a subclass": (lambda t: t.as_subclass(Plain), ".as_subclass(torch.Tensor)"),
     "a wrapper": (Wrapper, "is a Wrapper"),
@@ -87,13 +86,15 @@ PLACES = ("x", "residual", "weight", "out", "residual_out")
 
 
 def good(c: allnorm.Communicator, into: bool = True) -> dict[str, Any]:
-    """The arguments of a call; of each call new tensors."""
+    """Returns arguments of a valid call, in new tensors; with `into`, memory for results too."""
     x = CASE.x(c.rank)
     memory = {"out": torch.empty_like(x), "residual_out": torch.empty_like(x)} if into else {}
     return {"x": x, **CASE.call_arguments(c), **memory}
 
 
-def refuse_kinds(rank: int, world_size: int, name: str) -> list[str]:
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_tensors_are_refused(rank: int, world_size: int, name: str) -> None:
     make, words = KINDS[name]
     c, texts = comm(), []
     call = c.all_reduce_add_rms_norm
@@ -127,19 +128,12 @@ def refuse_kinds(rank: int, world_size: int, name: str) -> list[str]:
                 allnorm.add_rms_norm(CASE.x(rank), None, CASE.weight(), 1e-6)
                 allnorm.add_rms_norm(CASE.x(rank), CASE.x(rank), CASE.weight(), 1e-6)
     assert c.check() is None
-    return texts
-
-
-@on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("name", KINDS)
-def test_kinds_of_tensors_are_refused(pool: RankPool, name: str) -> None:
-    texts = pool.run(refuse_kinds, name)
-    assert texts[0] == texts[1]
+    same_on_every_rank(texts)
 
 
 @on(cpu=(1, 2), gpu=(2,))
 def test_gradients(rank: int, world_size: int) -> None:
-    """What requires grad is taken while gradients are disabled, and no longer."""
+    """Tensors that require grad are accepted only while gradients are disabled."""
     c, x = comm(), CASE.x(rank)
     weight = torch.nn.Parameter(CASE.weight())
     scale = torch.ones(1, device=c.device, requires_grad=True)
@@ -173,8 +167,8 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def freed_behind(tensor: torch.Tensor) -> torch.Tensor:
-    """Its address is the offset of the view."""
+def freed_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of freed memory, whose address is its offset."""
     whole = torch.stack([tensor, tensor])
     view = whole[1]
     whole.untyped_storage().resize_(0)
@@ -182,11 +176,11 @@ def freed_behind(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @on(cpu=(1, 2, 3), gpu=(2,))
-@pytest.mark.parametrize("free", [freed, freed_behind])
-def test_memory_that_is_not_there(
+@pytest.mark.parametrize("free", [freed, freed_view])
+def test_freed_memory(
     rank: int, world_size: int, free: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Every rank refuses: the communicator goes on."""
+    """Every rank refuses, so the communicator stays usable."""
     c = comm()
     quantized = CASE.but(quant=allnorm.Fp8PerToken())
     tensor = allnorm.Fp8PerTensor(free(torch.ones(2, 1, device=c.device)[1]))
@@ -226,7 +220,7 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def imaginary(tensor: torch.Tensor) -> torch.Tensor:
-    """As torch itself makes them; of one column, so that rows are contiguous."""
+    """Returns a negated tensor as torch makes them."""
     made = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
     assert made.is_neg()
     return made
@@ -234,7 +228,7 @@ def imaginary(tensor: torch.Tensor) -> torch.Tensor:
 
 @on(cpu=(1, 2), gpu=(2,))
 def test_negated_and_zero_tensors_are_resolved(rank: int, world_size: int) -> None:
-    """Tensors that stand for the negative of their memory, or for zeros that have none."""
+    """Values may be the negative of what memory holds, or zeros without memory."""
     c = comm()
     zeros = torch._efficientzerotensor
     xs = CASE.xs(world_size)
@@ -260,7 +254,7 @@ def test_negated_and_zero_tensors_are_resolved(rank: int, world_size: int) -> No
         CASE.compare(c, *(result.resolve_neg() for result in results))
         want = reference.all_reduce(xs)
         assert_same_bits(c.all_reduce(negated(x), algorithm=algorithm), want, "negated")
-        # One column is less than the 16 bytes that the kernels for CUDA take at a time.
+        # imag has strided columns, so take one. CUDA kernels need rows of at least 16 bytes.
         any_width = "unfused" if c.device.type == "cuda" else algorithm
         column = c.all_reduce(imaginary(x)[:, :1], algorithm=any_width)
         assert_same_bits(column, want[:, :1].contiguous(), "imaginary parts")
@@ -292,7 +286,7 @@ def test_lazy_clones_are_not_written_through(rank: int, world_size: int) -> None
         assert_same_bits(x, CASE.x(rank), "the original")
         out = torch._lazy_clone(x)
         c.all_reduce(torch._lazy_clone(x), out=out)
-        assert_same_bits(out, want, "another clone")
+        assert_same_bits(out, want, "a second clone")
         assert_same_bits(x, CASE.x(rank), "the original")
 
 
@@ -308,7 +302,7 @@ def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
 
 @on(cpu=(1, 2))
 def test_addresses_between_elements(rank: int, world_size: int) -> None:
-    """Between two elements, on one rank alone."""
+    """On rank 0, addresses are no multiples of the element size."""
     c = comm()
     move = at_odd_address if rank == 0 else torch.clone
     for dtype in (torch.bfloat16, torch.float32):
@@ -358,16 +352,15 @@ def gathered_height(c: allnorm.Communicator) -> Any:
     return c.all_gather_rows(torch.zeros(1, 64, device=c.device), 3)
 
 
-def no_room(c: allnorm.Communicator) -> Any:
+def out_of_memory(c: allnorm.Communicator) -> Any:
     def fail(*args: Any) -> Any:
-        raise MemoryError("no room for results")
+        raise MemoryError("no memory for results")
 
     with mock.patch.object(Result, "make", fail):
         return c.all_reduce(CASE.but(shape=(5, 64)).x(c.rank))
 
 
-# What rank 0 refuses and its peers do not see, and what it says. Where a rank's rows decide, the
-# call of rank 1 is right as it is: it does the same.
+# Calls that rank 0 refuses for a reason that its peers do not see, and the text of its error.
 ALONE: dict[str, tuple[Callable[[allnorm.Communicator], Any], str]] = {
     "freed x": (lambda c: c.all_reduce(freed(CASE.x(c.rank))), "no memory"),
     "freed residual": (lambda c: CASE.run(c, residual=freed(CASE.residual_tensor())), "no memory"),
@@ -381,8 +374,9 @@ ALONE: dict[str, tuple[Callable[[allnorm.Communicator], Any], str]] = {
     "a shard too low": (wrong_height, "this rank's rows"),
     "own rows of x": (own_rows_of_x, "shares memory"),
     "too few rows to gather": (gathered_height, "this rank's rows"),
-    "no room": (no_room, "no room for results"),
+    "out of memory": (out_of_memory, "no memory for results"),
 }
+# The same call is valid on rank 1, which has different rows. For the others, rank 1 reduces x.
 SAME = {
     "an expanded shard": expanded_shard,
     "a shard too low": wrong_height,
@@ -392,10 +386,15 @@ SAME = {
 
 
 def refuse_alone(rank: int, world_size: int, name: str, unfused: bool, repeats: int) -> str:
+    """Makes a call that rank 0 refuses; returns this rank's error."""
     call, words = ALONE[name]
-    c = allnorm.Communicator(device=device(), timeout=datetime_of(TIMEOUT_SECONDS))
-    dispatcher = c._dispatcher
-    forced = mock.patch.object(dispatcher, "call", unfused_calls(c) if unfused else dispatcher.call)
+    c = allnorm.Communicator(device=device(), timeout=TIMEOUT_SECONDS)
+    run = c._dispatcher.call
+    forced = mock.patch.object(
+        c._dispatcher,
+        "call",
+        (lambda **fields: run(**{**fields, "algorithm": "unfused"})) if unfused else run,
+    )
     for _ in range(repeats):
         CASE.check(c)
         c.all_reduce(CASE.x(rank))
@@ -407,7 +406,7 @@ def refuse_alone(rank: int, world_size: int, name: str, unfused: bool, repeats: 
             assert words in text
         else:
             other = SAME.get(name, lambda c: c.all_reduce(CASE.x(rank)))
-            text = message_of(allnorm.PeerDivergedError, lambda: finished(c, lambda: other(c)))
+            text = message_of(allnorm.PeerDivergedError, lambda: run_and_check(c, lambda: other(c)))
             assert "it has refused it" in text
     assert time.monotonic() - start < SOON_SECONDS
     dist.barrier()
@@ -417,43 +416,34 @@ def refuse_alone(rank: int, world_size: int, name: str, unfused: bool, repeats: 
     return text
 
 
-def datetime_of(seconds: float) -> Any:
-    import datetime
-
-    return datetime.timedelta(seconds=seconds)
-
-
-def finished(c: allnorm.Communicator, call: Callable[[], Any]) -> None:
-    """On CUDA only check() raises, once the kernel has ended."""
+def run_and_check(c: allnorm.Communicator, call: Callable[[], Any]) -> None:
+    """Runs a call that fails: on CPU it raises, on CUDA check() raises after the kernel's end."""
     call()
     if c.device.type == "cuda":
         torch.cuda.synchronize()
     c.check()
 
 
-def unfused_calls(c: allnorm.Communicator) -> Callable[..., Any]:
-    """Makes every call through the process group."""
-    make = c._dispatcher.call
-    return lambda **fields: make(**{**fields, "algorithm": "unfused"})
-
-
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("repeats", REPEATS)
 @pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_refuses_its_peers_hear_of(pool: RankPool, name: str, repeats: int) -> None:
-    texts = pool.run(refuse_alone, name, False, repeats)
-    assert ALONE[name][1] in texts[1], "and why"
+def test_peers_learn_why_a_rank_refuses_a_call(
+    rank: int, world_size: int, name: str, repeats: int
+) -> None:
+    assert ALONE[name][1] in refuse_alone(rank, world_size, name, False, repeats)
 
 
 @on(cpu=(2,))
 @pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_refuses_unfused(pool: RankPool, name: str) -> None:
-    pool.run(refuse_alone, name, True, 0)
+def test_peers_learn_that_a_rank_refuses_an_unfused_call(
+    rank: int, world_size: int, name: str
+) -> None:
+    refuse_alone(rank, world_size, name, True, 0)
 
 
 @on(cpu=(1, 2), gpu=(2,))
 def test_types_and_signs_of_constants(rank: int, world_size: int) -> None:
-    """Equal values of other types are other calls, or none."""
+    """Values that are equal but differ in type or sign are never taken for each other."""
     c, x = comm(), CASE.x(rank)
     weight = torch.full((64,), -0.0, device=c.device)
     for zero in (float, np.float32, np.float64, fractions.Fraction):
