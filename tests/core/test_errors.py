@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import ALGORITHMS, Case, assert_ranks_agree, comm, on
+from rank_helpers import (
+    ALGORITHMS,
+    Case,
+    assert_ranks_agree,
+    comm,
+    message_of,
+    on,
+    same_on_every_rank,
+)
 
 import allnorm
-from allnorm.testing import RankPool
 
 H = 64
 
-# name: (expected types, words of the message, changes of the arguments of a good call)
+# name: (expected error types, words of the message, changed arguments of a valid call)
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 FUSED: dict[str, tuple[type[Exception] | tuple[type[Exception], ...], tuple[str, ...], Change]] = {
     "x not a tensor": (TypeError, ("x", "list"), lambda a: {"x": [1.0]}),
@@ -167,34 +174,28 @@ def good_arguments() -> dict[str, Any]:
     return {"x": case.x(0), **case.norm_arguments()}
 
 
-def check_refusals(rank: int, world_size: int) -> dict[str, str]:
-    c = comm()
-    texts = {}
-    for name, (error, words, change) in FUSED.items():
-        arguments = good_arguments()
+def check_refusals(rows: dict[str, Any], call: Callable[..., Any], good: Case) -> None:
+    """Checks that the calls of all rows are refused, on all ranks by the same message.
+
+    A valid call follows each refused one.
+    """
+    for number, (name, (error, words, change)) in enumerate(rows.items()):
+        arguments = {**good_arguments(), **({} if good.quant is None else {"quant": good.quant})}
         arguments.update(change(arguments))
-        try:
-            c.all_reduce_add_rms_norm(**arguments)
-        except error as caught:
-            texts[name] = f"{type(caught).__name__}: {caught}"
-            missing = [word for word in words if word not in str(caught)]
-            assert not missing, f"{name}: {caught} does not mention {missing}"  # noqa: PT017
-        else:
-            raise AssertionError(f"{name}: not refused")
-        Case((2, H), call=len(texts)).check(c)
-    return texts
+        text = message_of(error, lambda a=arguments: call(**a))
+        missing = [word for word in words if word not in text]
+        assert not missing, f"{name}: {text} does not mention {missing}"
+        same_on_every_rank(re.sub(r"cuda:\d", "cuda", text))  # ranks have different GPUs
+        good.but(call=number).check(comm())
 
 
 @on(cpu=(1, 2, 3), gpu=(1, 2))
-def test_every_refusal(pool: RankPool) -> None:
-    texts = pool.run(check_refusals)
-    assert list(texts[0]) == list(FUSED)
-    # All that may differ is which GPU is the rank's own.
-    same = [{name: re.sub(r"cuda:\d", "cuda", text) for name, text in t.items()} for t in texts]
-    assert all(other == same[0] for other in same), "every rank refuses in the same words"
+def test_every_refusal(rank: int, world_size: int) -> None:
+    check_refusals(FUSED, comm().all_reduce_add_rms_norm, Case((2, H)))
 
 
-def all_reduce_refusals(rank: int, world_size: int) -> list[str]:
+@on(cpu=(2,), gpu=(2,))
+def test_refusals_of_all_reduce_and_plan(rank: int, world_size: int) -> None:
     c = comm()
     x = Case((4, H)).x(rank)
     texts = []
@@ -209,32 +210,27 @@ def all_reduce_refusals(rank: int, world_size: int) -> list[str]:
         (ValueError, lambda: c.plan(1, 0, torch.bfloat16)),
         (ValueError, lambda: c.plan(1, H, torch.float64)),
     ):
-        with pytest.raises(error) as caught:
-            call()
-        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+        texts.append(message_of(error, call))
+    same_on_every_rank(texts)
     Case().check(c)
-    return texts
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_refusals_of_all_reduce_and_plan(pool: RankPool) -> None:
-    texts = pool.run(all_reduce_refusals)
-    assert texts[0] == texts[1]
 
 
 @on(cpu=(2,), gpu=(2,))
 def test_refusals_after_success(rank: int, world_size: int) -> None:
-    """A good call of almost the same geometry must not open the door for a bad one."""
+    """Prepared calls do not change how similar wrong calls are refused."""
     c = comm()
     for algorithm, name in itertools.product(ALGORITHMS, FUSED):
-        arguments = {**good_arguments(), "algorithm": algorithm}
         if name.startswith("algorithm"):
             continue
-        c.all_reduce_add_rms_norm(**arguments)
         error, _, change = FUSED[name]
-        arguments.update(change(arguments))
-        with pytest.raises(error):
-            c.all_reduce_add_rms_norm(**arguments)
+        texts = []
+        for repeats in (0, 3):
+            arguments = {**good_arguments(), "algorithm": algorithm}
+            for _ in range(repeats):
+                c.all_reduce_add_rms_norm(**arguments)
+            arguments.update(change(arguments))
+            texts.append(message_of(error, lambda a=arguments: c.all_reduce_add_rms_norm(**a)))
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.own_gpus
@@ -251,7 +247,7 @@ def test_tensors_of_another_gpu(rank: int, world_size: int) -> None:
 
 @on(gpu=(2, 8))
 def test_hidden_size_not_divisible_by_a_pack(rank: int, world_size: int) -> None:
-    """Feature 16: refused in words when asked for by name, unfused with the same bits otherwise."""
+    """A requested algorithm is refused; the default is "unfused", with the same bits."""
     c = comm()
     for dtype, hidden_size in ((torch.bfloat16, 4095), (torch.float16, 12), (torch.float32, 6)):
         plan = c.plan(3, hidden_size, dtype)

@@ -489,24 +489,3 @@ def test_types_and_signs_of_constants(rank: int, world_size: int) -> None:
         )
         assert "residual_sharded" in text
     CASE.check(c)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_meta_tensors(rank: int, world_size: int) -> None:
-    c = comm()
-    for repeats in REPEATS:
-        for _ in range(repeats):
-            CASE.check(c)
-        for place in PLACES:
-            arguments = good(c, into="out" in place)
-            arguments[place] = arguments[place].to("meta")
-            text = message_of(
-                (TypeError, ValueError), lambda a=arguments: c.all_reduce_add_rms_norm(**a)
-            )
-            assert place in text
-            assert "meta" in text
-    whole = [t.to("meta") for t in (CASE.x(rank), CASE.residual_tensor(), CASE.weight())]
-    assert "meta" in message_of(
-        allnorm.UnsupportedError, lambda: allnorm.add_rms_norm(*whole, 1e-6)
-    )
-    CASE.check(c)

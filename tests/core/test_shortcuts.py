@@ -9,13 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from rank_helpers import Case, comm, device, message_of, on
+from rank_helpers import Case, comm, device, on
 
 import allnorm
-from allnorm import reference
 from allnorm.core import fast_call, shortcuts
 from allnorm.core.dispatch import Dispatcher
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import RankPool
 
 make = functools.partial(torch.empty_strided, dtype=torch.bfloat16)
 
@@ -112,61 +111,6 @@ def _wrong_new(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
 # ---- what callers see of it ----------------------------------------------------------------------
 
 
-def refuse_after_a_hit(rank: int, world_size: int) -> list[str]:
-    """Wrong arguments are refused in the same words, whether or not a call before was right."""
-    c, case = comm(), Case(shape=(3, 64))
-    x, residual, weight = case.x(rank), case.residual_tensor(), case.weight()
-    assert residual is not None
-    wrong = (
-        (x.float(), residual, weight),
-        (x, residual.half(), weight),
-        (x, residual, weight.half()),
-        (x, residual[:2], weight),
-        (x, residual, weight[:32]),
-        (x.t().contiguous().t(), residual, weight),
-        (x.to("meta"), residual, weight),
-        (x, residual.to("meta"), weight),
-        (x, residual, weight.to("meta")),
-        (x, residual, [1.0] * 64),
-        (x, None, None),
-    )
-    constants: tuple[dict[str, Any], ...] = (
-        {"eps": torch.tensor(1e-6, dtype=torch.float64)},
-        {"eps": torch.tensor([1e-6, 1e-6])},
-        {"weight_bias": torch.tensor(0.0)},
-        {"weight_bias": torch.tensor([0.0, 0.0])},
-        {"weight_bias": False},
-        {"residual_sharded": 0},
-        {"residual_sharded": torch.tensor(False)},
-    )
-    messages = []
-    for round_ in range(2):
-        for more in constants:
-            for _ in range(3 * round_):
-                case.check(c)
-            call = functools.partial(
-                c.all_reduce_add_rms_norm, x, residual, weight, **{"eps": 1e-6, **more}
-            )
-            messages.append(message_of((ValueError, TypeError), call))
-        for arguments in wrong:
-            for _ in range(3 * round_):  # makes the right call the one that is looked at first
-                case.check(c)
-            messages.append(
-                message_of(
-                    (ValueError, TypeError), lambda a=arguments: c.all_reduce_add_rms_norm(*a, 1e-6)
-                )
-            )
-    half = len(messages) // 2
-    assert messages[:half] == messages[half:]
-    return [message.replace(str(c.device), "its device") for message in messages]
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_a_prepared_call_refuses_as_an_unprepared_one(pool: RankPool) -> None:
-    results = pool.run(refuse_after_a_hit)
-    assert results[0] == results[1]
-
-
 def count_slow_calls(rank: int, world_size: int) -> list[int]:
     """How often Python makes a call, by the turn; calls of two kinds alternate."""
     counts = []
@@ -232,40 +176,3 @@ def test_calls_that_alternate(rank: int, world_size: int) -> None:
         for other in cases:
             case.check(c)
             other.check(c)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_zero_biases_of_both_signs(rank: int, world_size: int) -> None:
-    """0.0 and -0.0 are equal, and yet other biases: only one of them keeps the sign of -0.0."""
-    c, case = comm(), Case(shape=(3, 64))
-    x, residual = case.x(rank), case.residual_tensor()
-    weight = torch.full((64,), -0.0, dtype=case.dtype, device=x.device)
-    for bias in (0.0, 0.0, -0.0, -0.0, 0.0, -0.0):
-        for _ in range(3):
-            got = c.all_reduce_add_rms_norm(x, residual, weight, 1e-6, weight_bias=bias)
-            expected = reference.all_reduce_add_rms_norm(
-                case.xs(world_size), residual, weight, 1e-6, weight_bias=bias
-            )
-            assert_same_bits(got[0], expected[0], f"weight_bias={bias}")
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_inference_mode_and_parameters(rank: int, world_size: int) -> None:
-    """Prepared inside inference mode and used outside, and the other way round."""
-    c = comm()
-    inside, outside = Case(shape=(5, 64)), Case(shape=(6, 64))
-    with torch.inference_mode():
-        inside.check(c)
-    for _ in range(3):
-        outside.check(c)
-        normed, residual = inside.check(c)
-        normed.add_(residual)  # results are no inference tensors
-        with torch.inference_mode():
-            outside.check(c)
-            inside.check(c)
-    weight = torch.nn.Parameter(inside.weight())
-    for _ in range(3):
-        with torch.no_grad():
-            got = c.all_reduce_add_rms_norm(inside.x(rank), inside.residual_tensor(), weight, 1e-6)
-        assert not got[0].requires_grad
-        inside.compare(c, *got)
