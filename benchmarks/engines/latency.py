@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from allnorm import topology
+from allnorm.core import _native
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -88,7 +88,7 @@ def row_of(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, An
         "input": options.input,
         "output": options.output,
         "versions": versions(packages),
-        "commit": topology.source_commit(),
+        "commit": _native.built_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "abi/check.h"
+#include "abi/commit.h"
 #include "abi/error.h"
 #include "abi/gate.h"
 #include "allnorm.h"
@@ -29,6 +30,7 @@ using allnorm::fail;
 
 std::string build_info() {
   return std::string("{\"backend\": \"cpu\", \"version\": \"") + ALLNORM_VERSION +
+         "\", \"commit\": \"" + allnorm::built_commit() +
          "\", \"abi_version\": " + std::to_string(ALLNORM_ABI_VERSION) + ", \"compiler\": \"" +
 #if defined(__clang__)
          "clang " +

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "abi/check.h"
+#include "abi/commit.h"
 #include "abi/error.h"
 #include "abi/gate.h"
 #include "allnorm.h"
@@ -28,10 +29,10 @@ using allnorm::fail;
 
 const char* allnorm_build_info(void) {
   static const std::string info =
-      std::string("{\"backend\": \"cuda\", \"version\": \"" ALLNORM_VERSION
-                  "\", \"abi_version\": ") +
-      std::to_string(ALLNORM_ABI_VERSION) + ", \"nvcc\": \"" +
-      std::to_string(__CUDACC_VER_MAJOR__) + "." + std::to_string(__CUDACC_VER_MINOR__) +
+      std::string("{\"backend\": \"cuda\", \"version\": \"" ALLNORM_VERSION "\", \"commit\": \"") +
+      allnorm::built_commit() + "\", \"abi_version\": " + std::to_string(ALLNORM_ABI_VERSION) +
+      ", \"nvcc\": \"" + std::to_string(__CUDACC_VER_MAJOR__) + "." +
+      std::to_string(__CUDACC_VER_MINOR__) +
       "\", \"architectures\": \"" ALLNORM_CUDA_ARCHITECTURES "\"}";
   return info.c_str();
 }

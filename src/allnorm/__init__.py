@@ -12,6 +12,7 @@ from allnorm import ops
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
 from allnorm.core import _native, fast_call
+from allnorm.core._native import build_info
 from allnorm.core.local import add_rms_norm, add_rms_norm_quant
 from allnorm.errors import (
     AllnormError,
@@ -70,6 +71,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm",
     "all_reduce_add_rms_norm_quant",
+    "build_info",
     "capabilities",
     "ops",
     "reference",

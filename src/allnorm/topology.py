@@ -7,13 +7,10 @@ property that cannot be determined is None; nothing is guessed. No function here
 from __future__ import annotations
 
 import contextlib
-import filecmp
-import functools
 import os
 import pathlib
 import platform
 import shutil
-import subprocess
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -171,39 +168,6 @@ def versions() -> dict[str, str | None]:
         "nccl": nccl_version(),
         "driver": _Nvml().driver_version() if num_gpus() else None,
     }
-
-
-@functools.cache
-def source_commit() -> str | None:
-    """Returns the git commit of the running source; None if unknown.
-
-    It is known if the package is imported from a checkout, or if it is installed and the working
-    directory is a checkout with the same Python files. Suffix "-dirty": uncommitted changes.
-    """
-    package = pathlib.Path(__file__).resolve().parent
-    roots = (package.parents[1], pathlib.Path.cwd())
-    checkouts = [root for root in roots if (root / ".git").exists()]
-    source = pathlib.Path("src", "allnorm")
-    checkout = next((root for root in checkouts if _same_python(package, root / source)), None)
-    if checkout is None:
-        return None
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(
-            [*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def _same_python(package: pathlib.Path, other: pathlib.Path) -> bool:
-    """Returns whether two folders contain the same Python files."""
-    files = {path.relative_to(package) for path in package.rglob("*.py")}
-    others = {path.relative_to(other) for path in other.rglob("*.py")}
-    return files == others and all(
-        filecmp.cmp(package / name, other / name, shallow=False) for name in files
-    )
 
 
 def _gpu(index: int, nvml: _Nvml) -> Gpu:

@@ -14,6 +14,7 @@ import allnorm
 from allnorm import topology
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp
+from allnorm.core import _native
 from allnorm.testing import run_ranks
 from allnorm.topology import Machine
 from allnorm.verify import doctor as ranks_doctor
@@ -79,7 +80,8 @@ def old_code_text(build: dict[str, Any]) -> str:
 
 
 def _software(machine: Machine, capabilities: dict[str, Any]) -> list[tuple[str, str]]:
-    pairs = [("allnorm", f"{capabilities['version']}, commit {topology.source_commit() or 'none'}")]
+    built = f"{capabilities['version']}, built from commit {_native.built_commit() or 'unknown'}"
+    pairs = [("allnorm", built)]
     for backend, build in capabilities["backends"].items():
         text = build.get("error") or ", ".join(f"{key} {value}" for key, value in build.items())
         pairs.append((f"allnorm {backend}", text))

@@ -32,6 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allnorm import __version__, topology
+from allnorm.core import _native
 from allnorm.testing import OnMessage
 
 _WIDTH_OF_A_FILE = 180  # columns if the output is not a terminal
@@ -210,7 +211,7 @@ def gibibytes(count: int | None) -> str:
 
 def provenance() -> dict[str, Any]:
     """Returns the provenance of a result: commit, versions, command, date."""
-    commit = topology.source_commit()
+    commit = _native.built_commit()
     return {
         "commit": commit or f"release {__version__}",
         "versions": {"allnorm": __version__, **topology.versions()},

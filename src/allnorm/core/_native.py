@@ -284,6 +284,39 @@ def library(backend: str) -> Library:
     return Library(path)
 
 
+def build_info() -> dict[str, Any]:
+    """Returns what this installation was built from, as its libraries say.
+
+    Returns:
+        `version`: of the package; `commit`: the git hash of the sources, None if they were built
+        without git; `dirty`: whether files that were built in had uncommitted changes, None without
+        a commit; `cuda`: the version of the CUDA compiler, None without a CUDA library;
+        `architectures`: the compute capabilities of its kernels, such as ["90"]; `compiler`: the
+        C++ compiler. If the two libraries are of different commits, `commit` is that of the CUDA
+        library, and `dirty` is True.
+
+    Raises:
+        NativeLibraryError: the package has no library for this machine.
+    """
+    builds = [library(backend).build_info() for backend in available_backends() or ["cpu"]]
+    commits = [build["commit"] for build in builds]
+    commit = commits[-1].removesuffix("-dirty")
+    return {
+        "version": builds[0]["version"],
+        "commit": commit or None,
+        "dirty": any(each != commit for each in commits) if commit else None,
+        "cuda": builds[-1].get("nvcc"),
+        "architectures": builds[-1].get("architectures", "").split(),
+        "compiler": builds[0].get("compiler"),
+    }
+
+
+def built_commit() -> str | None:
+    """Returns the commit of build_info() with 12 digits, and "-dirty" if it had changes."""
+    info = build_info()
+    return info["commit"] and info["commit"][:12] + ("-dirty" if info["dirty"] else "")
+
+
 def raise_status(library: Library, status: int) -> None:
     """Raises what a failing native call reported, other than a fault of a peer."""
     if status == OK:
