@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from limits import HANG_SECONDS
 
@@ -34,5 +35,6 @@ def unwrapped(text: str) -> str:
     return " ".join(re.sub("[\u2500-\u257f]", " ", text).split())
 
 
-def rows(path: Path) -> list[dict[str, object]]:
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]

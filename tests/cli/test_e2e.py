@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,16 @@ import allnorm
 from allnorm.bench.e2e import models as e2e_models
 from allnorm.bench.e2e import report as e2e_report
 from allnorm.bench.e2e import run as ranks_e2e
-from allnorm.bench.e2e.models import PEER_ARMS, Job, arm_names
+from allnorm.bench.e2e.models import PEER_ARMS, Job, Transformer, arm_names
 from allnorm.cli.app import app
 
-from .helpers import unwrapped
+from .helpers import rows, unwrapped
 
 ARMS = ["allnorm", "allnorm:unfused", "gloo+torch", "gloo+local"]
 QUICK = ("--device", "cpu", "--prompt", "5", "--tokens", "4", "--rounds", "1")
-FIELDS = {
-    *("cpu", "cores", "backend", "dtype", "prompt", "tokens", "rounds", "commit", "versions"),
-    "product",
-    *("command", "date", "model", "hidden_size", "num_layers", "num_heads", "num_kv_heads"),
-    *("head_dim", "intermediate_size", "vocab_size", "eps", "rope_theta", "qk_norm", "arm"),
-    *("weight_bias", "post_norm", "activation", "num_experts", "top_k"),
-    *("batch_size", "world_size", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms"),
-    *("tokens_per_s", "comm_us_per_layer", "local_ms", "num_tokens", "tokens_equal_unfused"),
-    *("tokens_equal_torch", "steps_checked", "steps_equal_unfused", "choices_equal_torch"),
-    *("logits_max_diff", "logits_mean_diff", "yardstick", "yardstick_max", "yardstick_mean"),
-    *("finite", "error"),
+CONDITIONS = {
+    *("cpu", "cores", "backend", "dtype", "prompt", "tokens", "rounds", "product", "commit"),
+    *("versions", "command", "date", "model"),
 }
 
 
@@ -39,18 +33,24 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, ("e2e", *QUICK, *arguments))
 
 
-def test_tokens_and_logits_are_those_of_unfused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    done = invoke("--tp", "2", "--layers", "2", "--batch", "1,3", "--json", str(path))
-    assert done.exit_code == 0, done.output
-    assert "comm us/layer" in unwrapped(done.output)
-    assert "PASS" in unwrapped(done.output)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["batch_size"], row["arm"]) for row in rows] == [
+def run(folder: Path, *arguments: str, exit_code: int = 0) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the output of the command and the rows that it wrote."""
+    path = folder / "rows.jsonl"
+    done = invoke(*arguments, "--json", str(path))
+    assert done.exit_code == exit_code, done.output
+    return unwrapped(done.output), rows(path)
+
+
+def test_tokens_and_logits_equal_those_of_unfused(tmp_path: Path) -> None:
+    shown, found = run(tmp_path, "--tp", "2", "--layers", "2", "--batch", "1,3")
+    assert "comm us/layer" in shown
+    assert "PASS" in shown
+    assert [(row["batch_size"], row["arm"]) for row in found] == [
         (batch_size, arm) for batch_size in (1, 3) for arm in ARMS
     ]
-    for row in rows:
-        assert row.keys() == FIELDS
+    names = {f.name for kind in (Transformer, e2e_report.Result) for f in dataclasses.fields(kind)}
+    for row in found:
+        assert row.keys() == CONDITIONS | names - {"name"}
         assert (row["model"], row["num_layers"], row["world_size"]) == ("tiny", 2, 2)
         assert row["finite"] is True
         assert row["error"] == ""
@@ -63,12 +63,9 @@ def test_tokens_and_logits_are_those_of_unfused(tmp_path: Path) -> None:
             assert row["steps_equal_unfused"] == row["steps_checked"]
 
 
-def test_more_ranks_round_otherwise_but_like_the_yardstick(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    arguments = ("--model", "tiny-qk-norm", "--tp", "4", "--batch", "2", "--json", str(path))
-    done = invoke(*arguments, "--arms", "allnorm,gloo+torch")
-    assert done.exit_code == 0, done.output
-    own, other = (json.loads(line) for line in path.read_text().splitlines())
+def test_logits_of_four_ranks_differ_as_much_as_those_of_the_yardstick(tmp_path: Path) -> None:
+    arguments = ("--model", "tiny-qk-norm", "--tp", "4", "--batch", "2")
+    _, (own, other) = run(tmp_path, *arguments, "--arms", "allnorm,gloo+torch")
     assert (own["arm"], other["arm"]) == ("allnorm", "gloo+torch")
     assert own["yardstick_max"] > 0
     assert 0 < own["logits_max_diff"] < 4 * own["yardstick_max"]
@@ -78,14 +75,10 @@ def test_more_ranks_round_otherwise_but_like_the_yardstick(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("model", ["tiny-gemma", "tiny-moe"])
-def test_what_comes_before_the_residual_changes_no_token(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    arguments = ("--model", model, "--tp", "2", "--batch", "1,3", "--json", str(path))
-    done = invoke(*arguments)
-    assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["arm"] for row in rows] == ARMS * 2
-    for row in rows:
+def test_post_norms_and_experts_give_equal_tokens(model: str, tmp_path: Path) -> None:
+    _, found = run(tmp_path, "--model", model, "--tp", "2", "--batch", "1,3")
+    assert [row["arm"] for row in found] == ARMS * 2
+    for row in found:
         # With two ranks the order of sums does not matter, and all arms have equal weights.
         assert row["logits_max_diff"] == 0, row["arm"]
         assert row["steps_equal_unfused"] == row["steps_checked"] == 4
@@ -102,14 +95,11 @@ def test_what_comes_before_the_residual_changes_no_token(model: str, tmp_path: P
     ],
 )
 def test_on_gpus(model: str, product: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    arguments = ("--batch", "1,3", "--tp", "2", "--device", "cuda", "--json", str(path))
-    done = invoke(*arguments, "--model", model, "--product", product)
-    assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {"allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"} <= {r["arm"] for r in rows}
-    assert {row["yardstick"] for row in rows} == {"NCCL's ring and tree"}
-    assert {row["steps_checked"] for row in rows} == {4}
+    arguments = ("--batch", "1,3", "--tp", "2", "--device", "cuda")
+    _, found = run(tmp_path, *arguments, "--model", model, "--product", product)
+    assert {"allnorm", "allnorm:unfused", "nccl+torch", "nccl+local"} <= {r["arm"] for r in found}
+    assert {row["yardstick"] for row in found} == {"NCCL's ring and tree"}
+    assert {row["steps_checked"] for row in found} == {4}
 
 
 def test_one_rank() -> None:
@@ -133,13 +123,8 @@ class NotFinite(Wrong):
     value = float("nan")
 
 
-def run_wrong(rank: int, world_size: int, job: Job) -> Any:
-    allnorm.Communicator = Wrong
-    return RUN(rank, world_size, job)
-
-
-def run_not_finite(rank: int, world_size: int, job: Job) -> Any:
-    allnorm.Communicator = NotFinite
+def run_with(communicator: Any, rank: int, world_size: int, job: Job) -> Any:
+    allnorm.Communicator = communicator
     return RUN(rank, world_size, job)
 
 
@@ -149,23 +134,22 @@ RUN = ranks_e2e.run
 @pytest.mark.parametrize(
     ("broken", "complaints"),
     [
-        (run_wrong, ("logits differ from allnorm:unfused at 4 of 4 steps", "tokens differ")),
-        (run_not_finite, ("logits are not finite",)),
+        (Wrong, ("logits differ from allnorm:unfused at 4 of 4 steps", "tokens differ")),
+        (NotFinite, ("logits are not finite",)),
     ],
 )
-def test_a_wrong_call_is_the_exit_code(
+def test_a_wrong_call_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: Any, complaints: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(ranks_e2e, "run", broken)
-    path = tmp_path / "rows.jsonl"
-    done = invoke("--tp", "2", "--layers", "2", "--batch", "2", "--json", str(path))
-    assert done.exit_code == 1, done.output
-    assert "WRONG" in unwrapped(done.output)
-    rows = {row["arm"]: row for row in map(json.loads, path.read_text().splitlines())}
+    monkeypatch.setattr(ranks_e2e, "run", functools.partial(run_with, broken))
+    arguments = ("--tp", "2", "--layers", "2", "--batch", "2")
+    shown, found = run(tmp_path, *arguments, exit_code=1)
+    assert "WRONG" in shown
+    by_arm = {row["arm"]: row for row in found}
     for complaint in complaints:
-        assert complaint in rows["allnorm"]["error"]
+        assert complaint in by_arm["allnorm"]["error"]
     # A wrong arm does not affect later arms.
-    assert all(rows[arm]["error"] == "" and rows[arm]["finite"] for arm in ARMS[1:])
+    assert all(by_arm[arm]["error"] == "" and by_arm[arm]["finite"] for arm in ARMS[1:])
 
 
 @pytest.mark.parametrize(
@@ -188,28 +172,12 @@ def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: st
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    return {
-        "arm": "allnorm",
-        "batch_size": 2,
-        "num_tokens": 10,
-        "steps_checked": 5,
-        "finite": True,
-        "ttft_ms": 2.0,
-        "tpot_ms": 1.0,
-        "itl_p50_ms": 0.9,
-        "itl_p99_ms": 1.5,
-        "local_ms": 0.8,
-        "tokens_equal_unfused": 10,
-        "tokens_equal_torch": 9,
-        "choices_equal_torch": 9,
-        "steps_equal_unfused": 5,
-        "logits_max_diff": 0.5,
-        "logits_mean_diff": 0.1,
-        "yardstick": "two",
-        "yardstick_max": 0.4,
-        "yardstick_mean": 0.1,
-        **changes,
-    }
+    times = {"ttft_ms": 2.0, "tpot_ms": 1.0, "itl_p50_ms": 0.9, "itl_p99_ms": 1.5, "local_ms": 0.8}
+    counts = {"batch_size": 2, "num_tokens": 10, "steps_checked": 5, "steps_equal_unfused": 5}
+    counts |= {"tokens_equal_unfused": 10, "tokens_equal_torch": 9, "choices_equal_torch": 9}
+    logits = {"finite": True, "logits_max_diff": 0.5, "logits_mean_diff": 0.1}
+    yardstick = {"yardstick": "two", "yardstick_max": 0.4, "yardstick_mean": 0.1}
+    return {"arm": "allnorm", **times, **counts, **logits, **yardstick, **changes}
 
 
 def test_the_slowest_rank_and_the_worst_result_count() -> None:
@@ -243,7 +211,7 @@ def test_published_dimensions() -> None:
         assert count / 1e9 == pytest.approx(billions, rel=2e-3), name
 
 
-def test_every_model_can_be_shared_by_as_many_ranks_as_it_has_key_heads() -> None:
+def test_every_model_fits_as_many_ranks_as_it_has_key_heads() -> None:
     for m in e2e_models.TRANSFORMERS.values():
         e2e_models.check_world_size(m, m.num_kv_heads)
         for shared in (m.num_heads, m.intermediate_size, m.vocab_size):
@@ -252,30 +220,26 @@ def test_every_model_can_be_shared_by_as_many_ranks_as_it_has_key_heads() -> Non
         assert m.hidden_size % 8 == 0
 
 
-def test_products_of_triton_are_of_dense_layers_in_16_bits_on_gpus() -> None:
-    dense, experts = e2e_models.find("llama-3.1-8b"), e2e_models.find("qwen3-30b-a3b")
-    for product in e2e_models.PRODUCTS:
-        e2e_models.check_product(dense, product, "bfloat16", "cuda")
-    e2e_models.check_product(experts, "torch", "bfloat16", "cuda")
-    for model, dtype, device, word in (
-        (experts, "bfloat16", "cuda", "grouped"),
-        (dense, "float32", "cuda", "16 bits"),
-        (dense, "bfloat16", "cpu", "GPU"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            e2e_models.check_product(model, "dependent", dtype, device)
-
-
-def test_experts_on_gpus_are_bfloat16() -> None:
-    experts = e2e_models.find("tiny-moe")
-    with pytest.raises(ValueError, match="float16: on GPUs"):
-        e2e_models.check_dtype(experts, "float16", "cuda")
-    for model, dtype, device in (
-        (experts, "bfloat16", "cuda"),
-        (experts, "float32", "cpu"),
-        (e2e_models.find("tiny-gemma"), "float16", "cuda"),
-    ):
-        e2e_models.check_dtype(model, dtype, device)
+@pytest.mark.parametrize(
+    ("model", "product", "dtype", "device", "error"),
+    [
+        *(("llama-3.1-8b", product, "bfloat16", "cuda", "") for product in e2e_models.PRODUCTS),
+        ("qwen3-30b-a3b", "torch", "bfloat16", "cuda", ""),
+        ("tiny-moe", "torch", "float32", "cpu", ""),
+        ("tiny-gemma", "torch", "float16", "cuda", ""),
+        ("qwen3-30b-a3b", "dependent", "bfloat16", "cuda", "grouped"),
+        ("llama-3.1-8b", "dependent", "float32", "cuda", "16 bits"),
+        ("llama-3.1-8b", "dependent", "bfloat16", "cpu", "GPU"),
+        ("tiny-moe", "torch", "float16", "cuda", "float16: on GPUs"),
+    ],
+)
+def test_supported_dtypes_and_gemms(
+    model: str, product: str, dtype: str, device: str, error: str
+) -> None:
+    found = e2e_models.find(model)
+    with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+        e2e_models.check_product(found, product, dtype, device)
+        e2e_models.check_dtype(found, dtype, device)
 
 
 def test_arm_names() -> None:
@@ -283,7 +247,7 @@ def test_arm_names() -> None:
     assert arm_names("cuda")[2:] == ("nccl+torch", "nccl+local", *PEER_ARMS)
 
 
-def test_prompts_are_distinct_and_do_not_depend_on_anything_else() -> None:
+def test_prompts_are_distinct_and_reproducible() -> None:
     job = Job(e2e_models.find("tiny"), (3,), 6, 2, ("allnorm",), "float32", "cpu", 1)
     prompts = ranks_e2e.make_prompts(job, 3)
     assert len({tuple(row.tolist()) for row in prompts}) == 3
