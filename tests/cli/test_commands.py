@@ -21,6 +21,8 @@ from allnorm.testing import RankError
 
 from .helpers import command, rows, unwrapped
 
+E2E = ("e2e", "--device", "cpu")
+
 
 def test_bench(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
@@ -31,12 +33,8 @@ def test_bench(tmp_path: Path) -> None:
     assert re.search(r"\dx (as fast as|slower than) .*gloo\+", done.stdout)
     found = rows(path)
     assert [row["arm"] for row in found] == [
-        "allnorm",
-        "allnorm:one_shot",
-        "allnorm:two_shot",
-        "allnorm:unfused",
-        "gloo+torch",
-        "gloo+local",
+        *("allnorm", "allnorm:one_shot", "allnorm:two_shot", "allnorm:unfused"),
+        *("gloo+torch", "gloo+local"),
     ]
     for row in found:
         assert row["correct"] is True
@@ -76,16 +74,13 @@ def test_bench_quantized_and_sharded_with_pictures_and_a_comparison(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(rows_file)
     assert [(row["quant"], row["residual_sharded"], row["arm"]) for row in found] == [
-        ("", False, "allnorm"),
-        ("", False, "gloo+local"),
-        ("per_group:128", False, "allnorm"),
-        ("per_group:128", False, "allnorm16"),
-        ("per_group:128", False, "allnorm16+quant"),
-        ("", True, "allnorm"),
-        ("", True, "gloo+local"),
-        ("per_group:128", True, "allnorm"),
-        ("per_group:128", True, "allnorm16"),
-        ("per_group:128", True, "allnorm16+quant"),
+        (quant, sharded, arm)
+        for sharded in (False, True)
+        for quant, names in (
+            ("", ("allnorm", "gloo+local")),
+            ("per_group:128", ("allnorm", "allnorm16", "allnorm16+quant")),
+        )
+        for arm in names
     ]
     assert all(row["correct"] for row in found)
     assert found[2]["quant_cost_us"] is not None
@@ -96,7 +91,7 @@ def test_bench_quantized_and_sharded_with_pictures_and_a_comparison(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("p50_us", "exit_code"), [(9.0, 0), (10.1, 0), (10.3, 1)])
-def test_a_regression_is_the_exit_code(
+def test_a_regression_fails_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p50_us: float, exit_code: int
 ) -> None:
     def measured(p50_us: float) -> dict[str, object]:
@@ -111,7 +106,7 @@ def test_a_regression_is_the_exit_code(
     assert f"{exit_code} regressed" in unwrapped(done.output)
 
 
-def test_bench_refuses_what_it_cannot_compare_with_before_it_measures(tmp_path: Path) -> None:
+def test_bench_rejects_a_missing_file_to_compare_with_before_it_measures(tmp_path: Path) -> None:
     arguments = ("bench", "--device", "cpu", "--compare", str(tmp_path / "none.jsonl"))
     # Wide enough for the path of a temporary folder in one line.
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
@@ -132,7 +127,7 @@ def test_verify(tmp_path: Path) -> None:
     assert not any(row["failures"] for row in found.values())
 
 
-def test_verify_of_chosen_checks(tmp_path: Path) -> None:
+def test_verify_runs_only_the_chosen_checks(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     common = ("verify", "--tp", "2", "--device", "cpu", "--seed", "7", "--json", str(path))
     assert command(*common, "--only", "strided,two comm").returncode == 0
@@ -178,8 +173,23 @@ def test_doctor(tmp_path: Path) -> None:
         (("bench", "--html", "/dev/null/page.html"), "cannot be written"),
         (("verify", "--json", "/"), "cannot be written"),
         (("tune", "--busy", "--device", "cpu", "--dir", "/dev/null"), "cannot be written"),
-        (("e2e", "--model", "llama-3.1-70b", "--device", "cpu", "--tp", "8"), "of memory"),
+        ((*E2E, "--model", "llama-3.1-70b", "--tp", "8"), "of memory"),
         (("retune",), "retune"),
+        (("tune", "--tp", "1", "--device", "cpu"), "at least 2 ranks"),
+        (("tune", "--device", "cpu", "--algorithms", "ring"), "one_shot, two_shot, unfused"),
+        (("tune", "--device", "cpu", "--hidden", "0"), "integers of at least 1"),
+        (("tune", "--device", "cpu", "--quant", "per_block"), "per_group:128"),
+        ((*E2E, "--model", "gpt-2"), "llama-3.1-70b"),
+        ((*E2E, "--tp", "3"), "key and value heads"),
+        ((*E2E, "--tokens", "1"), "at least 2"),
+        ((*E2E, "--batch", "0"), "integers"),
+        ((*E2E, "--arms", "mpi"), "allnorm:unfused"),
+        ((*E2E, "--dtype", "int8"), "bfloat16"),
+        ((*E2E, "--product", "cublas"), "dependent"),
+        ((*E2E, "--product", "triton"), "need a GPU"),
+        (("trace", "--require", "-0.1", "--", "true"), "--require"),
+        (("trace", "--require", "95", "--", "true"), "--require"),
+        (("trace", "--", "no-such-program-anywhere"), "no-such-program-anywhere"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: str) -> None:
@@ -188,7 +198,7 @@ def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: st
     assert complaint in unwrapped(done.output)
 
 
-def test_a_long_path_does_not_hide_what_is_wrong(tmp_path: Path) -> None:
+def test_a_long_path_does_not_hide_the_message(tmp_path: Path) -> None:
     folder = tmp_path.joinpath(*["a-folder-with-a-long-name"] * 4)
     folder.mkdir(parents=True)
     for length in range(40):  # so that the message is wrapped at every word
@@ -206,7 +216,7 @@ def test_a_wrong_argument_ends_the_process_without_a_traceback() -> None:
     assert "Traceback" not in unwrapped(done.stderr)
 
 
-def test_help_has_an_example_that_is_understood() -> None:
+def test_help_has_an_example_whose_options_exist() -> None:
     for name in ("doctor", "verify", "bench", "tune", "e2e", "trace"):
         done = CliRunner().invoke(app, (name, "--help"), env={"COLUMNS": "200"})
         assert done.exit_code == 0
@@ -217,7 +227,7 @@ def test_help_has_an_example_that_is_understood() -> None:
                 assert done.output.count(option) > 1, (name, option)
 
 
-def test_results_are_kept_where_the_file_has_become_unwritable(
+def test_results_are_kept_if_the_file_becomes_unwritable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the folder becomes a file during the run, rows go to a different file; exit code 1."""
@@ -255,7 +265,7 @@ def test_version() -> None:
     assert command("--version").stdout.strip() == f"allnorm {allnorm.__version__}"
 
 
-def test_a_failing_rank_is_shown_and_counts(
+def test_a_failing_rank_is_shown_and_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:

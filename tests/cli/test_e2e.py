@@ -152,25 +152,6 @@ def test_a_wrong_call_fails_the_command(
     assert all(by_arm[arm]["error"] == "" and by_arm[arm]["finite"] for arm in ARMS[1:])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--model", "gpt-2"), "llama-3.1-70b"),
-        (("--tp", "3"), "key and value heads"),
-        (("--tokens", "1"), "at least 2"),
-        (("--batch", "0"), "integers"),
-        (("--arms", "mpi"), "allnorm:unfused"),
-        (("--dtype", "int8"), "bfloat16"),
-        (("--product", "cublas"), "dependent"),
-        (("--product", "triton"), "need a GPU"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: str) -> None:
-    done = invoke(*arguments)
-    assert done.exit_code == 2
-    assert complaint in unwrapped(done.output)
-
-
 def record(**changes: Any) -> dict[str, Any]:
     times = {"ttft_ms": 2.0, "tpot_ms": 1.0, "itl_p50_ms": 0.9, "itl_p99_ms": 1.5, "local_ms": 0.8}
     counts = {"batch_size": 2, "num_tokens": 10, "steps_checked": 5, "steps_equal_unfused": 5}

@@ -68,19 +68,21 @@ def curves(results: list[ranks_tune.Result]) -> tuning.Curves:
     return table.curves_of(results[0])
 
 
+def tune(job: ranks_tune.Job = JOB, **defects: str) -> list[ranks_tune.Result]:
+    return run_ranks(tune_with_defects, 2, args=(job,), kwargs=defects)
+
+
 @pytest.mark.parametrize("slow", ["one_shot", "two_shot"])
-def test_the_faster_one_is_chosen(slow: str) -> None:
-    found = curves(run_ranks(tune_with_defects, 2, args=(JOB,), kwargs={"slow": slow}))
+def test_the_faster_algorithm_is_chosen(slow: str) -> None:
+    found = curves(tune(slow=slow))
     other = "two_shot" if slow == "one_shot" else "one_shot"
     assert found == {("bfloat16", "norm"): [Curve(64, (Step(None, other),))]}
 
 
-def test_a_candidate_with_wrong_bits_is_left_out() -> None:
-    """Even if it is the fastest: here the other one is slow."""
+def test_a_candidate_with_wrong_bits_is_excluded() -> None:
+    """Excludes it even if it is the fastest: here the other one is slow."""
     job = dataclasses.replace(JOB, quants=("", "per_group:32"), hidden_sizes=(64, 128))
-    results = run_ranks(
-        tune_with_defects, 2, args=(job,), kwargs={"slow": "two_shot", "wrong": "one_shot"}
-    )
+    results = tune(job, slow="two_shot", wrong="one_shot")
     found = curves(results)
     for curve in (curve for found_curves in found.values() for curve in found_curves):
         assert curve.steps == (Step(None, "two_shot"),)
@@ -90,9 +92,11 @@ def test_a_candidate_with_wrong_bits_is_left_out() -> None:
     assert TWO not in first.wrong
 
 
-def test_behind_a_product_decides_and_the_chain_stands_beside(tmp_path: pathlib.Path) -> None:
+def test_times_after_a_gemm_decide_and_times_in_a_chain_are_stored_too(
+    tmp_path: pathlib.Path,
+) -> None:
     job = dataclasses.replace(JOB, product=256, tokens=(1, 4))
-    results = run_ranks(tune_with_defects, 2, args=(job,), kwargs={"slow": "two_shot"})
+    results = tune(job, slow="two_shot")
     found = curves(results)
     (curve,) = found["bfloat16", "norm"]
     assert curve == Curve(64, (Step(None, "one_shot"),), 256, ranks_tune.PRODUCT_TOKENS)
@@ -115,21 +119,20 @@ def tune_over_islands(rank: int, world_size: int) -> ranks_tune.Result:
         return ranks_tune.run(rank, world_size, JOB)
 
 
-def test_islands_have_no_tables() -> None:
+def test_several_islands_get_no_table() -> None:
     results = run_ranks(tune_over_islands, 2)
     assert not curves(results)
     assert results[0].curves[0].reason.startswith("2 islands")
 
 
-def test_all_wrong_leaves_nothing() -> None:
+def test_only_wrong_candidates_give_no_curve() -> None:
     job = dataclasses.replace(JOB, algorithms=("one_shot",))
-    results = run_ranks(tune_with_defects, 2, args=(job,), kwargs={"wrong": "one_shot"})
-    assert curves(results) == {}
+    assert curves(tune(job, wrong="one_shot")) == {}
 
 
-def test_groups_that_do_not_fit_have_no_curve() -> None:
+def test_a_group_size_that_does_not_divide_the_rows_gives_no_curve() -> None:
     job = dataclasses.replace(JOB, quants=("per_group:128",))
-    results = run_ranks(tune_with_defects, 2, args=(job,))
+    results = tune(job)
     assert "group size" in results[0].curves[0].reason
     assert curves(results) == {}
 
@@ -142,10 +145,16 @@ def choices(rank: int, world_size: int, directory: pathlib.Path) -> list[tuple[s
         ]
 
 
-def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
-    """Runs the command as a user does; new communicators use the stored table."""
+def stored(folder: pathlib.Path, curves: tuning.Curves) -> pathlib.Path:
+    """Stores a table for two CPU ranks and returns its file."""
     name = tuning.device_name("cpu")
-    path = tuning.path_of(tmp_path, name, 2)
+    path = tuning.path_of(folder, name, 2)
+    tuning.save(path, tuning.document(tuning.Measured(curves), name, 2, {"date": "2020-01-01"}))
+    return path
+
+
+def test_a_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
+    """Runs the command as a user does; new communicators use the stored table."""
     forced = {
         ("bfloat16", "norm"): [
             Curve(256, (Step(None, "unfused"),)),
@@ -153,7 +162,7 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
         ],
         ("float16", "norm"): [Curve(256, (Step(None, "two_shot"),))],
     }
-    tuning.save(path, tuning.document(tuning.Measured(forced), name, 2, {"date": "2020-01-01"}))
+    path = stored(tmp_path, forced)
     before = run_ranks(choices, 2, args=(tmp_path,))
     assert before[0] == before[1] == [("unfused", f"tuned {path}, 2020-01-01")] * 3
 
@@ -167,7 +176,7 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
     assert "pass --yes" in unwrapped(done.stdout)
     # The new steps are noise on a shared machine.
     assert "256 columns, bfloat16, norm: from 1: unfused -> " in unwrapped(done.stdout)
-    assert tuning.read(path, name, 2).tuned.curves == forced
+    assert tuning.read(path, tuning.device_name("cpu"), 2).tuned.curves == forced
     done = command(*arguments, "--yes", "--json", str(json_file))
     assert done.returncode == 0, done.stdout + done.stderr
     assert path.name in unwrapped(done.stdout)
@@ -186,18 +195,16 @@ def test_a_forced_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
     assert after[0] == after[1]
     assert all(algorithm != "unfused" for algorithm, _ in after[0])
     assert all(source.startswith(f"tuned {path}, 20") for _, source in after[0])
-    stored = tuning.read(path, name, 2).tuned.curves
-    assert stored["float16", "norm"] == forced["float16", "norm"], "not measured again: kept"
-    assert {curve.hidden_size for curve in stored["bfloat16", "norm"]} == {256, 999}
+    kept = tuning.read(path, tuning.device_name("cpu"), 2).tuned.curves
+    assert kept["float16", "norm"] == forced["float16", "norm"], "not measured again"
+    assert {curve.hidden_size for curve in kept["bfloat16", "norm"]} == {256, 999}
 
 
 def test_check(tmp_path: pathlib.Path) -> None:
-    """It must detect a slow table; whether a good one passes is noise on a shared machine."""
-    name = tuning.device_name("cpu")
-    path = tuning.path_of(tmp_path, name, 2)
+    """Detects a slow table. Whether a good one passes is noise on a shared machine."""
     # The table lets gloo gather one row, which is many times slower than either algorithm.
     forced = {("bfloat16", "norm"): [Curve(256, (Step(2, "unfused"), Step(None, "one_shot")))]}
-    tuning.save(path, tuning.document(tuning.Measured(forced), name, 2, {"date": "2020-01-01"}))
+    path = stored(tmp_path, forced)
     json_file = tmp_path / "rows.jsonl"
     done = command(
         *("tune", "--check", "--tp", "2", "--device", "cpu", "--hidden", "256"),
@@ -217,7 +224,9 @@ def test_check(tmp_path: pathlib.Path) -> None:
     assert before["date"] == "2020-01-01", "--check stores nothing"
 
 
-def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_a_busy_machine_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     monkeypatch.setattr(topology, "num_cores", lambda: 4)
     arguments = ("tune", "--device", "cpu", "--tp", "2,3", "--dir", str(tmp_path))
     measured: list[int] = []
@@ -240,7 +249,7 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: pa
     assert measured == [2, 3]
 
 
-def test_a_run_that_fails_keeps_what_it_has_measured(
+def test_a_run_that_fails_keeps_its_measurements(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     link = ranks_tune.LinkTimes({0.0: 200.0, 360.0: 190.0})
@@ -265,7 +274,7 @@ def test_a_run_that_fails_keeps_what_it_has_measured(
 
 
 @pytest.mark.parametrize(("again", "runs"), [(1.0, 2), (1.09, 2), (1.2, ranks_tune._MOST_RUNS)])
-def test_times_are_taken_until_two_runs_agree(
+def test_runs_are_repeated_until_two_agree(
     monkeypatch: pytest.MonkeyPatch, again: float, runs: int
 ) -> None:
     """Each run takes `again` times as long as the previous one; the smallest median counts."""
@@ -280,18 +289,3 @@ def test_times_are_taken_until_two_runs_agree(
     arm = SimpleNamespace(name="one_shot")
     assert ranks_tune._time(JOB, {ONE: arm}, 1) == {ONE: 10.0}  # type: ignore[dict-item]
     assert len(taken) == runs
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--tp", "1", "--device", "cpu"), "at least 2 ranks"),
-        (("--device", "cpu", "--algorithms", "ring"), "one_shot, two_shot, unfused"),
-        (("--device", "cpu", "--hidden", "0"), "integers of at least 1"),
-        (("--device", "cpu", "--quant", "per_block"), "per_group:128"),
-    ],
-)
-def test_wrong_options(arguments: tuple[str, ...], said: str) -> None:
-    done = command("tune", *arguments)
-    assert done.returncode == 2
-    assert said in " ".join(done.stderr.replace("│", " ").split())
