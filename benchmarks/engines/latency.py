@@ -32,6 +32,7 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+HERE = pathlib.Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,23 @@ def parser(description: str, arms: Sequence[str], default_arms: str) -> argparse
     return made
 
 
+def environment(plugins: str, more: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of an arm's process; `plugins` is the engine's plugin variable.
+
+    Users of the plugin do not set this variable; `more` may set it.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != plugins}
+    python_path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    offline = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(python_path)}
+    return {**inherited, **NO_MULTICAST, **offline, **more}
+
+
+def graph_sizes(batches: Sequence[int]) -> list[int]:
+    """Returns the batch sizes to capture in CUDA graphs: these and smaller powers of two."""
+    most = max(batches)
+    return sorted({*batches, *(1 << i for i in range(most.bit_length()))})
+
+
 def row_of(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:
     """Returns the conditions that every row of an arm contains."""
     return {
@@ -94,6 +112,7 @@ def row_of(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, An
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Returns the version of each package; None for those that are not installed."""
     found: dict[str, str | None] = {}
     for package in packages:
         try:
@@ -124,11 +143,11 @@ def latency(
         first.append(generate(prompts, 1).seconds)
     total, ttft = statistics.median(made.seconds for made in whole), statistics.median(first)
     decode = [made.decode_seconds for made in whole if made.decode_seconds is not None]
-    told = len(decode) == len(whole)
-    further = statistics.median(decode) if told else total - ttft
+    reported = len(decode) == len(whole)
+    further = statistics.median(decode) if reported else total - ttft
     return {
         "tpot_ms": round(further / (tokens - 1) * 1e3, 4),
-        "decode_ms": [round(seconds * 1e3, 2) for seconds in decode] if told else None,
+        "decode_ms": [round(seconds * 1e3, 2) for seconds in decode] if reported else None,
         "ttft_ms": round(ttft * 1e3, 3),
         "tokens_per_s": round(len(prompts) * tokens / total, 1),
         "total_ms": [round(made.seconds * 1e3, 2) for made in whole],
@@ -149,6 +168,7 @@ def kernel_counts(entries: Sequence[Sequence[Any]], passes: int) -> dict[str, An
 
 
 def emit(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Appends a row to the file of results, and prints it without its tokens."""
     with open(options.json, "a") as file:
         file.write(json.dumps(row) + "\n")
     shown = {key: value for key, value in row.items() if key not in ("tokens", "prompt")}
@@ -166,8 +186,8 @@ def run_arms(
     environment: Callable[[str], Mapping[str, str]],
     missing: Callable[[str], str] = lambda _: "",
     prefix: Sequence[str] = (),
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Runs every arm in a separate process.
+) -> tuple[list[dict[str, Any]], int]:
+    """Runs every arm in a separate process, and prints a comparison of the arms.
 
     Args:
         options: options of the command line.
@@ -178,7 +198,7 @@ def run_arms(
         prefix: command to put before an arm's command.
 
     Returns:
-        The rows that were written, and the arms that failed.
+        The rows that were written, and the exit code: 1 if an arm failed.
     """
     start = len(read(options.json)) if os.path.exists(options.json) else 0
     failed = []
@@ -203,7 +223,11 @@ def run_arms(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     rows = read(options.json)[start:] if os.path.exists(options.json) else []
-    return rows, failed
+    summarize(rows, arms)
+    compare_logprobs(rows, arms)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return rows, 1 if failed else 0
 
 
 def summarize(rows: list[dict[str, Any]], arms: Sequence[str]) -> None:

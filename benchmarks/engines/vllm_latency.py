@@ -39,8 +39,7 @@ import latency
 
 ARMS = ("default", "unfused", "nccl", "allnorm")
 PACKAGES = ("vllm", "torch", "allnorm", "flashinfer-python")
-NO_MULTICAST = {
-    **latency.NO_MULTICAST,
+NO_MULTICAST_OF_VLLM = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
@@ -83,26 +82,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def environment(arm: str) -> dict[str, str]:
     """Returns the environment of an arm, with a separate compile cache per arm."""
     cache = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT") or tempfile.gettempdir()) / f"vllm-{arm}"
-    python_path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # Users of the plugin do not set this variable.
-    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    return {
-        **inherited,
-        **NO_MULTICAST,
+    more = {
+        **NO_MULTICAST_OF_VLLM,
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CACHE_ROOT": str(cache),
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(python_path),
         **({} if arm == "allnorm" else {"VLLM_PLUGINS": "none"}),
     }
+    return latency.environment("VLLM_PLUGINS", more)
 
 
 def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> dict[str, Any]:
     """Returns the arguments of the engine, merged with those of --engine."""
     most = max(batches)
-    sizes = sorted({*batches, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})
-    compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": latency.graph_sizes(batches)}
     if arm in ("unfused", "nccl"):
         compilation["pass_config"] = {"fuse_allreduce_rms": False}
     settings: dict[str, Any] = {
@@ -285,12 +278,7 @@ def run_all(options: argparse.Namespace) -> int:
     """Runs every arm in a separate process; returns the exit code."""
     prefix = ON_A_HOST if options.hosts > 1 else ()
     script = HERE / "vllm_latency.py"
-    rows, failed = latency.run_arms(options, script, ARMS, environment, missing, prefix)
-    latency.summarize(rows, ARMS)
-    latency.compare_logprobs(rows, ARMS)
-    if failed:
-        print(f"failed: {', '.join(failed)}")
-    return 1 if failed else 0
+    return latency.run_arms(options, script, ARMS, environment, missing, prefix)[1]
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def test_arguments_of_the_engine_are_merged(vllm_latency: ModuleType) -> None:
         "seed": 3,
         "compilation_config": {
             "cudagraph_capture_sizes": [1, 2, 4, 6],
-            "pass_config": {"fuse_allreduce_rms": True},
+            "pass_config": {"fuse_allreduce_rms": False},
             "custom_ops": ["+quant_fp8"],
         },
     }
