@@ -49,6 +49,32 @@ def cast(quotient: Any) -> Any:
     return quotient.clamp(-448.0, 448.0).to(FP8)
 
 
+def summed(norm: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Returns a graph of a reduction, a residual add and `norm(total, weight)`.
+
+    It returns the normed tensor and the sum.
+    """
+
+    def graph(x: Any, residual: Any, w: Any) -> Any:
+        total = reduce(x) + residual
+        return norm(total, w), total
+
+    return graph
+
+
+class Cases(dict[str, tuple[Any, ...]]):
+    """A table of graphs: by name, a function to trace and what a test expects of its fusion."""
+
+    def add(self, *expected: Any) -> Callable[[Any], Any]:
+        """Returns a decorator that adds a function under its own name."""
+
+        def enter(fn: Any) -> Any:
+            self[fn.__name__] = (fn, *expected)
+            return fn
+
+        return enter
+
+
 @dataclasses.dataclass
 class Inputs:
     """Arguments of a graph: this rank's partial sum; residual and weight are equal on all ranks."""

@@ -1,11 +1,9 @@
-"""Tests hand-made graphs that must not be fused, and the reasons in the report."""
+"""Tests graphs that must not be fused, and the reasons in the report."""
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from allnorm.testing import RankPool
 from .helpers import (
     EPS,
     HIDDEN,
+    Cases,
     Inputs,
     captured,
     check_missed,
@@ -33,336 +32,266 @@ from .helpers import (
 )
 
 bf16 = torch.bfloat16
-REFUSALS: dict[str, tuple[Callable[..., Any], str, Inputs]] = {}
+FUNCTIONAL = torch.ops._c10d_functional
+wait = FUNCTIONAL.wait_tensor.default
 
 
-def refusal(reason: str, inputs: Inputs | None = None) -> Any:
-    """Marks a function of (x, residual, weight) as a graph that must not be fused."""
-
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        REFUSALS[fn.__name__] = (fn, reason, inputs or Inputs())
-        return fn
-
-    return add
-
-
-def norm(z: Any, w: Any) -> Any:
+def norm(z, w):
     """Norms a float32 tensor and rounds once."""
     return (z * rstd(z) * w).to(bf16)
 
 
-# ---- the reduction ------------------------------------------------------------------------------
+def in_float32(normed):
+    """Returns a graph that computes `normed(z, w)` of the sum in float32 and rounds the result."""
+    return lambda x, r, w: normed((reduce(x) + r).float(), w).to(bf16)
 
 
-@refusal("reduces by 'avg'")
-def mean_over_ranks(x, residual, w):
-    return llama(reduce(x, "avg") + residual, w)
+def by_root(root):
+    """Returns a graph whose norm multiplies by `root(z)` in place of 1/rms."""
+    return in_float32(lambda z, w: z * root(z) * w)
 
 
-@refusal("reduces by 'max'")
-def maximum_over_ranks(x, residual, w):
-    return llama(reduce(x, "max") + residual, w)
+def also_returning(read):
+    """Returns a graph that also returns `read(reduced)`."""
+
+    def graph(x, r, w):
+        reduced = reduce(x)
+        total = reduced + r
+        return llama(total, w), total, read(reduced)
+
+    return graph
 
 
-@refusal("over group '1', the communicator over '0'")
-def another_group(x, residual, w):
-    return llama(reduce(x, group="1") + residual, w)
+def mean_square(z):
+    return z.pow(2).mean(-1, keepdim=True)
 
 
-@refusal("reduces a torch.bfloat16 tensor in float32")
-def reduced_in_float32(x, residual, w):
-    return llama(reduce(x.float()).to(bf16) + residual, w)
-
-
-@refusal("reduces torch.int32")
-def integers(x, residual, w):
-    return llama(reduce(x.to(torch.int32)).to(bf16) + residual, w)
-
-
-@refusal("reduces torch.float64")
-def float64(x, residual, w):
-    return llama(reduce(x.double()).to(bf16) + residual, w)
-
-
-@refusal("several tensors at once")
-def coalesced(x, residual, w):
-    several = torch.ops._c10d_functional.all_reduce_coalesced.default([x, x], "sum", "0")
-    return llama(torch.ops._c10d_functional.wait_tensor.default(several[0]) + residual, w)
-
-
-@refusal("reduce-scatter")
-def scattered(x, residual, w):
-    shard = torch.ops._c10d_functional.reduce_scatter_tensor.default(x, "sum", 1, "0")
-    return llama(torch.ops._c10d_functional.wait_tensor.default(shard) + residual, w)
-
-
-# ---- other readers of tensors that the fused call does not return --------------------------------
-
-
-@refusal("the reduced tensor itself is also used by the output")
-def reduced_is_returned(x, residual, w):
-    reduced = reduce(x)
-    residual = reduced + residual
-    return llama(residual, w), residual, reduced
-
-
-@refusal("the reduced tensor itself is also used by relu")
-def reduced_is_used(x, residual, w):
-    reduced = reduce(x)
-    residual = reduced + residual
-    return llama(residual, w), torch.relu(reduced)
-
-
-@refusal("the output of the graph uses the unrounded")
-def float32_sum_is_returned(x, residual, w):
-    z = reduce(x).float() + residual.float()
-    return norm(z, w), z
-
-
-@refusal("mul.* uses the unrounded")
-def float32_norm_is_used(x, residual, w):
-    z = reduce(x).float() + residual.float()
+def float32_norm_is_used(x, r, w):
+    z = reduce(x).float() + r.float()
     normed = z * rstd(z)
     return (normed * w).to(bf16), normed * 2
 
 
-@refusal("also used by the output of the graph: the fused call returns only")
-def mean_square_of_the_float32_sum_is_returned(x, residual, w):
-    z = reduce(x).float() + residual.float()
-    mean = z.pow(2).mean(-1, keepdim=True)
+def mean_square_of_the_float32_sum_is_returned(x, r, w):
+    z = reduce(x).float() + r.float()
+    mean = mean_square(z)
     return (z * torch.rsqrt(mean + EPS) * w).to(bf16), mean
 
 
-@refusal("stores it in memory that is visible outside the graph")
-def reduced_into_the_callers_tensor(x, residual, w):
-    x.copy_(reduce(x))
-    return llama(x + residual, w)
-
-
-@refusal("no RMSNorm follows it: its result is used by relu")
-def no_norm(x, residual, w):
-    return torch.relu(reduce(x) + residual)
-
-
-@refusal("its result is not used")
-def unused(x, residual, w):
-    reduce(x)
-    return llama(residual, w)
-
-
-# ---- different norms----------------------------------------------------------------------------
-
-
-@refusal("mean over dimension 0: expected the last")
-def mean_over_tokens(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return (z * torch.rsqrt(z.pow(2).mean(0, keepdim=True) + EPS) * w).to(bf16)
-
-
-@refusal(r"mean over dimensions \[0, 1\]")
-def mean_over_everything(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return (z * torch.rsqrt(z.pow(2).mean([0, 1], keepdim=True) + EPS) * w).to(bf16)
-
-
-@refusal("norms over 2 dimensions")
-def norm_over_two_dimensions(x, residual, w):
-    return F.rms_norm(reduce(x) + residual, (24, HIDDEN))
-
-
-@refusal("layer norm")
-def layer_norm(x, residual, w):
-    return F.layer_norm(reduce(x) + residual, (HIDDEN,), w)
-
-
-@refusal("changes the last dimension")
-def norm_over_heads(x, residual, w):
-    return F.rms_norm((reduce(x) + residual).view(24, 8, 64), (64,))
-
-
-@refusal("takes the mean of .*: expected squares")
-def mean_of_values(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return (z * torch.rsqrt(z.mean(-1, keepdim=True) + EPS) * w).to(bf16)
-
-
-@refusal("takes the root of .*: expected a mean of squares")
-def clamped_mean_square(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True).clamp(min=EPS)) * w).to(bf16)
-
-
-@refusal("eps=-0.5 is not a finite number >= 0")
-def negative_eps(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return (z * rstd(z, -0.5) * w).to(bf16)
-
-
-@refusal("squares are rounded to bfloat16")
-def squares_in_16_bits(x, residual, w):
-    z = reduce(x) + residual
-    mean = z.pow(2).float().mean(-1, keepdim=True)
-    return (z * torch.rsqrt(mean + EPS) * w).to(bf16)
-
-
-@refusal("mean square is rounded to bfloat16")
-def mean_in_16_bits(x, residual, w):
-    z = (reduce(x) + residual).float()
-    mean = z.pow(2).mean(-1, keepdim=True).to(bf16)
-    return (z * torch.rsqrt(mean.float() + EPS) * w).to(bf16)
-
-
-@refusal("1/rms is rounded to bfloat16")
-def root_in_16_bits(x, residual, w):
-    residual = reduce(x) + residual
-    return residual * rstd(residual.float()).to(bf16) * w
-
-
-@refusal("divides by the root")
-def division_by_the_root(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return (z / torch.sqrt(z.pow(2).mean(-1, keepdim=True) + EPS) * w).to(bf16)
-
-
-@refusal("1/rms is multiplied by .* first")
-def weight_multiplied_first(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return (z * (rstd(z) * w)).to(bf16)
-
-
-@refusal("different roundings")
-def mean_square_of_another_rounding(x, residual, w):
-    z = reduce(x).float() + residual.float()
-    return (z * rstd(z.to(bf16).float()) * w).to(bf16)
-
-
-@refusal("not rounded to bfloat16")
-def normed_in_float32(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return z * rstd(z) * w
-
-
-@refusal("something other than a weight: expected 512 elements")
-def weight_for_every_row(x, residual, w):
-    z = (reduce(x) + residual).float()
-    return (z * rstd(z) * residual).to(bf16)
-
-
-@refusal("the weight, getitem, is computed from the reduced tensor")
-def weight_from_the_sum(x, residual, w):
+def weight_from_the_sum(x, r, w):
     reduced = reduce(x)
-    z = (reduced + residual).float()
+    z = (reduced + r).float()
     return (z * rstd(z) * torch.relu(reduced)[0]).to(bf16)
 
 
-# ---- different sums-----------------------------------------------------------------------------
+def reduced_into_the_callers_tensor(x, r, w):
+    x.copy_(reduce(x))
+    return llama(x + r, w)
 
 
-@refusal("is torch.float32: expected torch.bfloat16")
-def float32_residual(x, residual, w):
-    z = reduce(x) + residual.float() * 2
-    return norm(z, w), z.to(bf16)
-
-
-@refusal("computed from the reduced tensor")
-def residual_from_the_reduced(x, residual, w):
-    reduced = reduce(x)
-    return llama(reduced + torch.relu(reduced), w)
-
-
-@refusal("computed from the reduced tensor")
-def doubled(x, residual, w):
-    reduced = reduce(x)
-    return llama(reduced + reduced, w)
-
-
-@refusal("adds is not a tensor of the reduced tensor's shape")
-def bias_as_residual(x, residual, w):
-    return llama(reduce(x) + w, w)
-
-
-@refusal("the scaled sum is not rounded to bfloat16")
-def scaled_without_rounding(x, residual, w):
-    return norm(reduce(x).float() * 0.5 + residual, w)
-
-
-@refusal("neither a residual add nor an RMSNorm follows it: mul comes first")
-def scaled_by_a_tensor(x, residual, w):
-    return llama(reduce(x) * w[:1] + residual, w)
-
-
-@refusal("neither a residual add nor an RMSNorm follows it: truediv comes first")
-def divided(x, residual, w):
-    return llama(reduce(x) / 3 + residual, w)
-
-
-@refusal("neither a residual add nor an RMSNorm follows it: mul comes first")
-def scaled_to_infinity(x, residual, w):
-    return llama(reduce(x) * 1e39 + residual, w)
-
-
-@refusal("no RMSNorm follows it")
-def scaled_without_a_norm(x, residual, w):
-    return reduce(x) * 0.5 + residual
-
-
-@refusal("neither a residual add nor an RMSNorm follows it: mul comes first")
-def scaled_twice(x, residual, w):
-    return llama(reduce(x) * 0.5 * 0.3 + residual, w)
-
-
-@refusal("number is added")
-def number_added(x, residual, w):
-    return llama(reduce(x) + 1.0, w)
-
-
-@refusal("scales its second operand")
-def scaled_residual(x, residual, w):
-    return llama(torch.add(reduce(x), residual, alpha=2), w)
-
-
-@refusal("takes a part of")
-def slice_between(x, residual, w):
-    return llama(reduce(x)[:4] + residual[:4], w)
-
-
-@refusal("no RMSNorm follows it: its result is used by|norms over")
-def transposed_between(x, residual, w):
-    return llama(reduce(x).transpose(0, 1).transpose(0, 1) + residual, w)
-
-
-# ---- writes -------------------------------------------------------------------------------------
-
-
-@refusal("no RMSNorm follows|neither a residual|number is added")
-def reduced_changed_between(x, residual, w):
+def reduced_changed_between(x, r, w):
     reduced = reduce(x)
     reduced.exp_()
-    return llama(reduced + residual, w)
+    return llama(reduced + r, w)
 
 
-@refusal("add_2 reads memory that all_reduce__default overwrites")
-def view_of_what_is_reduced_in_place(x, residual, w):
+def view_of_what_is_reduced_in_place(x, r, w):
     x = x.clone()
     first = x[:1]
-    torch.ops._c10d_functional.all_reduce_.default(x, "sum", "0")
-    return llama(x + residual, w), first + 1
+    FUNCTIONAL.all_reduce_.default(x, "sum", "0")
+    return llama(x + r, w), first + 1
 
 
-# ---- order --------------------------------------------------------------------------------------
+def sum_used_before_the_weight_exists(x, r, w):
+    total = reduce(x) + r
+    early = torch.relu(total)
+    return norm(total.float(), torch.sigmoid(w)), early
 
 
-@refusal("an input of the fused call, depends on the call's result through")
-def sum_used_before_the_weight_is_there(x, residual, w):
-    residual = reduce(x) + residual
-    early = torch.relu(residual)
-    weight = torch.sigmoid(w)
-    return norm(residual.float(), weight), early
+TRANSFORMED = "neither a residual add nor an RMSNorm follows it: {} comes first"
+# Functions of (x, residual, weight), and the reason why each is not fused.
+REFUSALS = Cases(
+    # ---- the reduction ----
+    mean_over_ranks=(lambda x, r, w: llama(reduce(x, "avg") + r, w), "reduces by 'avg'"),
+    maximum_over_ranks=(lambda x, r, w: llama(reduce(x, "max") + r, w), "reduces by 'max'"),
+    different_group=(
+        lambda x, r, w: llama(reduce(x, group="1") + r, w),
+        "over group '1', the communicator over '0'",
+    ),
+    reduced_in_float32=(
+        lambda x, r, w: llama(reduce(x.float()).to(bf16) + r, w),
+        "reduces a torch.bfloat16 tensor in float32",
+    ),
+    integers=(
+        lambda x, r, w: llama(reduce(x.to(torch.int32)).to(bf16) + r, w),
+        "reduces torch.int32",
+    ),
+    float64=(lambda x, r, w: llama(reduce(x.double()).to(bf16) + r, w), "reduces torch.float64"),
+    coalesced=(
+        lambda x, r, w: llama(
+            wait(FUNCTIONAL.all_reduce_coalesced.default([x, x], "sum", "0")[0]) + r, w
+        ),
+        "several tensors at once",
+    ),
+    scattered=(
+        lambda x, r, w: llama(
+            wait(FUNCTIONAL.reduce_scatter_tensor.default(x, "sum", 1, "0")) + r, w
+        ),
+        "reduce-scatter",
+    ),
+    # ---- other readers of tensors that the fused call does not return ----
+    reduced_is_returned=(
+        also_returning(lambda reduced: reduced),
+        "the reduced tensor itself is also used by the output",
+    ),
+    reduced_is_used=(
+        also_returning(torch.relu),
+        "the reduced tensor itself is also used by relu",
+    ),
+    float32_sum_is_returned=(
+        lambda x, r, w: (norm(z := reduce(x).float() + r.float(), w), z),
+        "the output of the graph uses the unrounded",
+    ),
+    float32_norm_is_used=(float32_norm_is_used, "mul.* uses the unrounded"),
+    mean_square_of_the_float32_sum_is_returned=(
+        mean_square_of_the_float32_sum_is_returned,
+        "also used by the output of the graph: the fused call returns only",
+    ),
+    reduced_into_the_callers_tensor=(
+        reduced_into_the_callers_tensor,
+        "stores it in memory that is visible outside the graph",
+    ),
+    no_norm=(
+        lambda x, r, w: torch.relu(reduce(x) + r),
+        "no RMSNorm follows it: its result is used by relu",
+    ),
+    unused=(lambda x, r, w: (reduce(x), llama(r, w))[1], "its result is not used"),
+    # ---- different norms ----
+    mean_over_tokens=(
+        by_root(lambda z: torch.rsqrt(z.pow(2).mean(0, keepdim=True) + EPS)),
+        "mean over dimension 0: expected the last",
+    ),
+    mean_over_everything=(
+        by_root(lambda z: torch.rsqrt(z.pow(2).mean([0, 1], keepdim=True) + EPS)),
+        r"mean over dimensions \[0, 1\]",
+    ),
+    norm_over_two_dimensions=(
+        lambda x, r, w: F.rms_norm(reduce(x) + r, (24, HIDDEN)),
+        "norms over 2 dimensions",
+    ),
+    layer_norm=(lambda x, r, w: F.layer_norm(reduce(x) + r, (HIDDEN,), w), "layer norm"),
+    norm_over_heads=(
+        lambda x, r, w: F.rms_norm((reduce(x) + r).view(24, 8, 64), (64,)),
+        "changes the last dimension",
+    ),
+    mean_of_values=(
+        by_root(lambda z: torch.rsqrt(z.mean(-1, keepdim=True) + EPS)),
+        "takes the mean of .*: expected squares",
+    ),
+    clamped_mean_square=(
+        by_root(lambda z: torch.rsqrt(mean_square(z).clamp(min=EPS))),
+        "takes the root of .*: expected a mean of squares",
+    ),
+    negative_eps=(by_root(lambda z: rstd(z, -0.5)), "eps=-0.5 is not a finite number >= 0"),
+    eps_beyond_float32=(by_root(lambda z: rstd(z, 1e39)), "not a finite number"),
+    squares_in_16_bits=(
+        lambda x, r, w: (
+            (z := reduce(x) + r) * torch.rsqrt(z.pow(2).float().mean(-1, keepdim=True) + EPS) * w
+        ).to(bf16),
+        "squares are rounded to bfloat16",
+    ),
+    mean_in_16_bits=(
+        by_root(lambda z: torch.rsqrt(mean_square(z).to(bf16).float() + EPS)),
+        "mean square is rounded to bfloat16",
+    ),
+    root_in_16_bits=(
+        lambda x, r, w: (z := reduce(x) + r) * rstd(z.float()).to(bf16) * w,
+        "1/rms is rounded to bfloat16",
+    ),
+    division_by_the_root=(
+        in_float32(lambda z, w: z / torch.sqrt(mean_square(z) + EPS) * w),
+        "divides by the root",
+    ),
+    weight_multiplied_first=(
+        in_float32(lambda z, w: z * (rstd(z) * w)),
+        "1/rms is multiplied by .* first",
+    ),
+    mean_square_of_a_different_rounding=(
+        lambda x, r, w: ((z := reduce(x).float() + r.float()) * rstd(z.to(bf16).float()) * w).to(
+            bf16
+        ),
+        "different roundings",
+    ),
+    normed_in_float32=(
+        lambda x, r, w: (z := (reduce(x) + r).float()) * rstd(z) * w,
+        "not rounded to bfloat16",
+    ),
+    weight_for_every_row=(
+        lambda x, r, w: norm((reduce(x) + r).float(), r),
+        "something other than a weight: expected 512 elements",
+    ),
+    weight_from_the_sum=(
+        weight_from_the_sum,
+        "the weight, getitem, is computed from the reduced tensor",
+    ),
+    # ---- different sums ----
+    float32_residual=(
+        lambda x, r, w: (norm(z := reduce(x) + r.float() * 2, w), z.to(bf16)),
+        "is torch.float32: expected torch.bfloat16",
+    ),
+    residual_from_the_reduced=(
+        lambda x, r, w: llama((d := reduce(x)) + torch.relu(d), w),
+        "computed from the reduced tensor",
+    ),
+    doubled=(lambda x, r, w: llama((d := reduce(x)) + d, w), "computed from the reduced tensor"),
+    bias_as_residual=(
+        lambda x, r, w: llama(reduce(x) + w, w),
+        "adds is not a tensor of the reduced tensor's shape",
+    ),
+    scaled_without_rounding=(
+        lambda x, r, w: norm(reduce(x).float() * 0.5 + r, w),
+        "the scaled sum is not rounded to bfloat16",
+    ),
+    scaled_by_a_tensor=(
+        lambda x, r, w: llama(reduce(x) * w[:1] + r, w),
+        TRANSFORMED.format("mul"),
+    ),
+    divided=(lambda x, r, w: llama(reduce(x) / 3 + r, w), TRANSFORMED.format("truediv")),
+    scaled_to_infinity=(
+        lambda x, r, w: llama(reduce(x) * 1e39 + r, w),
+        TRANSFORMED.format("mul"),
+    ),
+    scaled_without_a_norm=(lambda x, r, w: reduce(x) * 0.5 + r, "no RMSNorm follows it"),
+    scaled_twice=(lambda x, r, w: llama(reduce(x) * 0.5 * 0.3 + r, w), TRANSFORMED.format("mul")),
+    number_added=(lambda x, r, w: llama(reduce(x) + 1.0, w), "number is added"),
+    scaled_residual=(
+        lambda x, r, w: llama(torch.add(reduce(x), r, alpha=2), w),
+        "scales its second operand",
+    ),
+    slice_between=(lambda x, r, w: llama(reduce(x)[:4] + r[:4], w), "takes a part of"),
+    transposed_between=(
+        lambda x, r, w: llama(reduce(x).transpose(0, 1).transpose(0, 1) + r, w),
+        "no RMSNorm follows it: its result is used by|norms over",
+    ),
+    # ---- writes, order ----
+    reduced_changed_between=(
+        reduced_changed_between,
+        "no RMSNorm follows|neither a residual|number is added",
+    ),
+    view_of_what_is_reduced_in_place=(
+        view_of_what_is_reduced_in_place,
+        "add_2 reads memory that all_reduce__default overwrites",
+    ),
+    sum_used_before_the_weight_exists=(
+        sum_used_before_the_weight_exists,
+        "an input of the fused call, depends on the call's result through",
+    ),
+)
 
 
 def run_refusal(rank: int, world_size: int, name: str) -> None:
-    fn, reason, inputs = REFUSALS[name]
-    check_missed(symbolic_trace(fn), inputs.make(rank), reason, communicator=comm())
+    fn, reason = REFUSALS[name]
+    check_missed(symbolic_trace(fn), Inputs().make(rank), reason, communicator=comm())
 
 
 @on(cpu=(1,))
@@ -408,29 +337,6 @@ def test_two_communicators(pool: RankPool) -> None:
     pool.run(two_communicators)
 
 
-def communicators(rank: int, world_size: int) -> None:
-    def block(x, residual, w):
-        return llama(torch.ops.allnorm.all_reduce(x, "allnorm:nobody:0") + residual, w)
-
-    def nowhere(x, residual, w):
-        return llama(reduce(x, group="nowhere") + residual, w)
-
-    inputs = Inputs().make(rank)
-    check_missed(
-        symbolic_trace(block), inputs, "uses communicator allnorm:nobody:0", communicator=comm()
-    )
-    with pytest.raises(RuntimeError):
-        nowhere(*inputs)
-    reason = "over group 'nowhere', the communicator over '0'"
-    check_missed(symbolic_trace(nowhere), inputs, reason, communicator=comm())
-    check_missed(symbolic_trace(nowhere), inputs, "no process group named 'nowhere'")
-
-
-@on(cpu=(1,))
-def test_communicators(pool: RankPool) -> None:
-    pool.run(communicators)
-
-
 def gradients(rank: int, world_size: int) -> None:
     """Tests that graphs whose results need a gradient stay unfused."""
     x, residual, w = Inputs().make(rank)
@@ -451,55 +357,35 @@ def test_gradients(pool: RankPool) -> None:
     pool.run(gradients)
 
 
-def unknown(rank: int, world_size: int) -> None:
-    """Tests graphs without metadata, and functions with unknown effects."""
-    inputs = Inputs().make(rank)
-
-    def block(x, residual, w):
-        return llama(reduce(x) + residual, w)
-
-    check_missed(symbolic_trace(block), None, "pass example_inputs", communicator=comm())
-
-    graph = Graph()
-    x, residual, w, group = (graph.placeholder(n) for n in ("x", "residual", "w", "group"))
-    functional = torch.ops._c10d_functional.all_reduce.default
-    reduced = graph.call_function(functional, (x, "sum", group))
-    total = graph.call_function(operator.add, (reduced, residual))
-    graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
-    module = GraphModule(torch.nn.Module(), graph)
-    check_missed(
-        module, [*inputs, "0"], "name its process group as a constant", communicator=comm()
-    )
-    check_missed(module, [*inputs, "0"], "name its process group as a constant")
-
-    graph = Graph()
-    x, residual, w = (graph.placeholder(n) for n in ("x", "residual", "w"))
-    graph.call_function(dist.all_reduce, (x,), {"async_op": True})
-    total = graph.call_function(operator.add, (x, residual))
-    graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
-    module = GraphModule(torch.nn.Module(), graph)
-    check_missed(module, inputs, "asynchronous", communicator=comm())
-
-    graph = Graph()
-    x, residual, w = (graph.placeholder(n) for n in ("x", "residual", "w"))
-    reduced = graph.call_function(own_reduction, (x,))
-    total = graph.call_function(operator.add, (reduced, residual))
-    graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
-    module = GraphModule(torch.nn.Module(), graph)
-    assert not fuse(module, inputs, comm()).sites
-    reason = "may work in place: register it"
-    check_missed(module, inputs, reason, communicator=comm(), all_reduce_ops=[own_reduction])
-
-
 def own_reduction(x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
     dist.all_reduce(x)
     return x
 
 
+def python_reductions(rank: int, world_size: int) -> None:
+    """Tests an asynchronous reduction, and a function with unknown effects."""
+
+    def graph_of(target, **options):
+        graph = Graph()
+        x, residual, w = (graph.placeholder(n) for n in ("x", "residual", "w"))
+        reduced = graph.call_function(target, (x,), options)
+        total = graph.call_function(operator.add, (x if options else reduced, residual))
+        graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
+        return GraphModule(torch.nn.Module(), graph)
+
+    inputs = Inputs().make(rank)
+    module = graph_of(dist.all_reduce, async_op=True)
+    check_missed(module, inputs, "asynchronous", communicator=comm())
+    module = graph_of(own_reduction)
+    assert not fuse(module, inputs, comm()).sites
+    reason = "may work in place: register it"
+    check_missed(module, inputs, reason, communicator=comm(), all_reduce_ops=[own_reduction])
+
+
 @on(cpu=(1,))
-def test_unknown(pool: RankPool) -> None:
-    pool.run(unknown)
+def test_python_reductions(pool: RankPool) -> None:
+    pool.run(python_reductions)
 
 
 def errors(rank: int, world_size: int) -> None:
