@@ -49,6 +49,11 @@ def cast(quotient: Any) -> Any:
     return quotient.clamp(-448.0, 448.0).to(FP8)
 
 
+def plain(x: Any, residual: Any, w: Any) -> Any:
+    """Computes a reduction, a residual add and a norm: the simplest graph that is fused."""
+    return llama(reduce(x) + residual, w)
+
+
 def summed(norm: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Returns a graph of a reduction, a residual add and `norm(total, weight)`.
 
@@ -62,17 +67,11 @@ def summed(norm: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return graph
 
 
-class Cases(dict[str, tuple[Any, ...]]):
-    """A table of graphs: by name, a function to trace and what a test expects of its fusion."""
-
-    def add(self, *expected: Any) -> Callable[[Any], Any]:
-        """Returns a decorator that adds a function under its own name."""
-
-        def enter(fn: Any) -> Any:
-            self[fn.__name__] = (fn, *expected)
-            return fn
-
-        return enter
+def table(expected: Any, *functions: Any, **named: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns functions by name, each with what a test expects of it, which is equal for all."""
+    return {
+        name: (fn, expected) for name, fn in ({f.__name__: f for f in functions} | named).items()
+    }
 
 
 @dataclasses.dataclass

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from rank_helpers import comm, on
 from torch.fx import symbolic_trace
 
 from allnorm.compile import fuse
-from allnorm.testing import RankPool
 
 from .helpers import (
-    EPS,
     HIDDEN,
     Inputs,
     assert_close_sandwich,
@@ -25,328 +21,284 @@ from .helpers import (
     llama,
     reduce,
     rstd,
+    table,
+)
+from .test_matches import (
+    FLOAT16,
+    FLOAT32,
+    FLOAT32_WEIGHT,
+    Expected,
+    rms_norm,
+    rounded,
+    rounded_first,
 )
 
 bf16 = torch.bfloat16
-BOUNDARIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+expect = functools.partial(Expected, close=assert_close_sandwich)
+post_norm = functools.partial(expect, boundary="post norm", norms=2)
 
 
-def boundary(
-    words: str, numerics: str | Sequence[str], inputs: Inputs | None = None, norms: int = 2
-) -> Any:
-    """Marks a function of (x, residual, weight) as a graph that must be fused.
+def sandwich(post, norm):
+    """Returns a graph with a norm of the reduced tensor and a norm of the sum, which it returns."""
 
-    Args:
-        words: the report's text for the boundary.
-        numerics: the mode of each site.
-        inputs: of the graph.
-        norms: number of results computed from a norm; the others must be bit-identical.
-    """
+    def graph(x, r, w):
+        total = post(reduce(x), w) + r
+        return norm(total, w), total
 
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        case = {"numerics": numerics, "inputs": inputs or Inputs(), "norms": norms}
-        BOUNDARIES[fn.__name__] = (fn, {"words": words, **case})
-        return fn
-
-    return add
+    return graph
 
 
-def rounded(z: Any, w: Any, dtype: Any = bf16) -> Any:
-    """Returns a norm that multiplies by the weight in float32."""
-    z = z.float()
-    return (z * rstd(z) * w.float()).to(dtype)
+def scaled(norm, scale):
+    """Returns a graph that adds `scale(reduced)` to the residual and norms the sum."""
+
+    def graph(x, r, w):
+        total = r + scale(reduce(x))
+        return norm(total, w), total
+
+    return graph
+
+
+def half(norm):
+    return lambda z, w: norm(z, w * 0.5)
+
+
+def in_dtype(dtype, gain=lambda w: w):
+    return lambda z, w: rounded(z, gain(w), dtype)
+
+
+def without_weight(z, w):
+    return rms_norm(z, None)
 
 
 # ---- two norms ----------------------------------------------------------------------------------
 
 
-@boundary("post norm", "rounded", Inputs(shape=(7, 2304)))
-def gemma_sandwich(x, residual, w):
-    residual = residual + gemma(reduce(x), w)
-    return gemma(residual, w * 0.5), residual
-
-
-@boundary("post norm", "transformers")
-def llama_sandwich(x, residual, w):
-    residual = llama(reduce(x), w, 1e-6) + residual
-    return llama(residual, w * 0.5), residual
-
-
-@boundary("post norm", "unrounded")
-def float32_sum_behind_a_post_norm(x, residual, w):
-    z = gemma(reduce(x), w).float() + residual.float()
+def float32_sum_after_a_post_norm(x, r, w):
+    z = gemma(reduce(x), w).float() + r.float()
     return (z * rstd(z) * w).to(bf16), z.to(bf16)
 
 
-@boundary("post norm", "vllm")
-def float32_sum_rounded_before_both_weights(x, residual, w):
-    z = llama(reduce(x), w).float() + residual
+def float32_sum_rounded_before_both_weights(x, r, w):
+    z = llama(reduce(x), w).float() + r
     return (z * rstd(z)).to(bf16) * w, z.to(bf16)
 
 
-@boundary("post norm", "rounded", norms=1)
-def sum_that_is_not_kept(x, residual, w):
-    return F.rms_norm(F.rms_norm(reduce(x), (HIDDEN,), w, EPS) + residual, (HIDDEN,), w, 1e-6)
+def viewed_before_the_residual(x, r, w):
+    total = llama(reduce(x), w).view(24, HIDDEN) + r
+    return llama(total, w).view(4, 6, HIDDEN), total
 
 
-@boundary("post norm", "transformers")
-def post_norm_without_weight(x, residual, w):
-    residual = F.rms_norm(reduce(x), (HIDDEN,), None, EPS) + residual
-    return llama(residual, w), residual
-
-
-@boundary("post norm", "transformers")
-def second_norm_without_weight(x, residual, w):
-    residual = llama(reduce(x), w) + residual
-    return F.rms_norm(residual, (HIDDEN,), None, EPS), residual
-
-
-@boundary("post norm", "rounded")
-def both_without_weight(x, residual, w):
-    residual = F.rms_norm(reduce(x), (HIDDEN,), None, EPS) + residual
-    return F.rms_norm(residual, (HIDDEN,), None, EPS), residual
-
-
-@boundary("post norm", "rounded", Inputs(dtype=torch.float32, shape=(5, 264)))
-def float32_sandwich(x, residual, w):
-    residual = rounded(reduce(x), w, torch.float32) + residual
-    return rounded(residual, w * 2, torch.float32), residual
-
-
-@boundary("post norm", "rounded", Inputs(dtype=torch.float16))
-def float16_sandwich(x, residual, w):
-    residual = residual + rounded(reduce(x), w, torch.float16)
-    return rounded(residual, 1 + w, torch.float16), residual
-
-
-@boundary("post norm", "transformers", Inputs(weight_dtype=torch.float32))
-def float32_weights(x, residual, w):
-    def norm(z, weight):
-        z = z.float()
-        return ((z * rstd(z)).to(bf16) * weight).to(bf16)
-
-    residual = norm(reduce(x), w) + residual
-    return norm(residual, w * 2), residual
-
-
-@boundary("post norm", "transformers", Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN)))
-def viewed_before_the_residual(x, residual, w):
-    residual = llama(reduce(x), w).view(24, HIDDEN) + residual
-    return llama(residual, w).view(4, 6, HIDDEN), residual
-
-
-@boundary("post norm", "rounded")
-def in_place(x, residual, w):
+def in_place(x, r, w):
     x = reduce(x)
     x.copy_(gemma(x, w))
-    x += residual
+    x += r
     return gemma(x, w), x
 
 
-@boundary("post norm", "transformers", norms=3)
-def sum_normed_twice(x, residual, w):
-    residual = llama(reduce(x), w) + residual
-    return llama(residual, w), llama(residual, w * 2), residual
+def sum_normed_twice(x, r, w):
+    total = llama(reduce(x), w) + r
+    return llama(total, w), llama(total, w * 2), total
 
 
-@boundary("post norm", ["rounded", "rounded", "rounded"])
-def layers(x, residual, w):
+def layers(x, r, w):
     for _ in range(3):
-        residual = residual + gemma(reduce(x), w)
-        x = torch.relu(gemma(residual, w))
-    return x, residual
+        r = r + gemma(reduce(x), w)
+        x = torch.relu(gemma(r, w))
+    return x, r
 
 
-@boundary("post norm", "transformers")
-def norm_of_the_norm(x, residual, w):
+def norm_of_the_norm(x, r, w):
     normed = llama(reduce(x), w)
     return llama(normed, w * 2), normed
 
 
-# ---- no second norm -----------------------------------------------------------------------------
+BOUNDARIES = {
+    **table(
+        post_norm("transformers"),
+        norm_of_the_norm,
+        llama_sandwich=sandwich(lambda z, w: llama(z, w, 1e-6), half(llama)),
+        post_norm_without_weight=sandwich(without_weight, llama),
+        second_norm_without_weight=sandwich(llama, without_weight),
+    ),
+    **table(
+        post_norm("rounded"), in_place, both_without_weight=sandwich(without_weight, without_weight)
+    ),
+    **table(
+        post_norm("rounded", Inputs(shape=(7, 2304))), gemma_sandwich=sandwich(gemma, half(gemma))
+    ),
+    **table(post_norm("unrounded"), float32_sum_after_a_post_norm),
+    **table(post_norm("vllm"), float32_sum_rounded_before_both_weights),
+    **table(
+        expect("rounded", boundary="post norm"),
+        sum_that_is_not_kept=lambda x, r, w: rms_norm(rms_norm(reduce(x), w) + r, w, 1e-6),
+    ),
+    "float32_sandwich": (
+        sandwich(in_dtype(torch.float32), in_dtype(torch.float32, lambda w: w * 2)),
+        post_norm("rounded", Inputs(dtype=torch.float32, shape=(5, 264))),
+    ),
+    "float16_sandwich": (
+        sandwich(in_dtype(torch.float16), in_dtype(torch.float16, lambda w: 1 + w)),
+        post_norm("rounded", FLOAT16),
+    ),
+    "float32_weights": (
+        sandwich(rounded_first, half(rounded_first)),
+        post_norm("transformers", FLOAT32_WEIGHT),
+    ),
+    **table(
+        post_norm("transformers", Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN))),
+        viewed_before_the_residual,
+    ),
+    **table(expect("transformers", boundary="post norm", norms=3), sum_normed_twice),
+    **table(post_norm(["rounded"] * 3), layers),
+}
+
+# ---- no second norm, and scaled sums ------------------------------------------------------------
 
 
-@boundary("post norm, no second norm", "transformers", norms=1)
-def post_norm_only(x, residual, w):
-    return residual + llama(reduce(x), w)
-
-
-@boundary("post norm, no second norm", "rounded", norms=1)
-def post_norm_only_in_float32(x, residual, w):
-    return (residual.float() + gemma(reduce(x), w)).to(bf16)
-
-
-@boundary("post norm, no second norm", ["transformers", "transformers"], norms=1)
-def layers_without_second_norms(x, residual, w):
+def layers_without_second_norms(x, r, w):
     for _ in range(2):
-        residual = residual + llama(reduce(x), w)
-        x = torch.relu(residual)
-    return residual
+        r = r + llama(reduce(x), w)
+        x = torch.relu(r)
+    return r
 
 
-@boundary("post norm, scale 0.5, no second norm", "rounded", norms=1)
-def scaled_post_norm_only(x, residual, w):
-    return residual + 0.5 * gemma(reduce(x), w)
-
-
-@boundary("post norm, no second norm", "rounded", norms=1)
-def sum_changed_by_a_buffer(x, residual, w):
+def sum_changed_by_a_buffer(x, r, w):
     """Multiplies the sum by a tensor, as layers of Gemma 4 do."""
-    residual = residual + gemma(reduce(x), w)
-    residual *= w[:1]
-    return gemma(residual, w)
+    total = r + gemma(reduce(x), w)
+    total *= w[:1]
+    return gemma(total, w)
 
 
-# ---- scaled -------------------------------------------------------------------------------------
-
-
-@boundary("scale 0.22", "transformers", norms=1)
-def granite(x, residual, w):
-    residual = residual + reduce(x) * 0.22
-    return llama(residual, w), residual
-
-
-@boundary("scale 0.22", "unrounded", norms=1)
-def scaled_and_added_in_float32(x, residual, w):
-    z = (0.22 * reduce(x)).float() + residual
+def scaled_and_added_in_float32(x, r, w):
+    z = (0.22 * reduce(x)).float() + r
     return (z * rstd(z) * w).to(bf16), z.to(bf16)
 
 
-@boundary("scale -2", "rounded", Inputs(dtype=torch.float32), norms=1)
-def scaled_in_float32(x, residual, w):
-    residual = residual + reduce(x) * -2
-    return rounded(residual, w, torch.float32), residual
-
-
-@boundary("scale 0.3", "rounded", Inputs(dtype=torch.float16), norms=1)
-def scaled_through_float32(x, residual, w):
-    residual = (reduce(x).float() * 0.3).to(torch.float16) + residual
-    return rounded(residual, w, torch.float16), residual
-
-
-@boundary("scale 0.1", "transformers", norms=1)
-def scaled_in_place(x, residual, w):
+def scaled_in_place(x, r, w):
     x = reduce(x)
     x *= 0.1
-    residual += x
-    return llama(residual, w)
+    r += x
+    return llama(r, w)
 
 
-@boundary("scale 0.25", "transformers", norms=1)
-def scaled_without_a_residual(x, residual, w):
+def through_float32(y):
+    return (y.float() * 0.3).to(torch.float16)
+
+
+def scaled_without_a_residual(x, r, w):
     scaled = reduce(x) * 0.25
     return llama(scaled, w), scaled
 
 
-@boundary("post norm, scale 0.7", "transformers")
-def scaled_post_norm(x, residual, w):
-    residual = residual + llama(reduce(x), w) * 0.7
-    return llama(residual, w), residual
-
-
-@boundary("scale 0", "transformers", norms=1)
-def scaled_by_nothing(x, residual, w):
-    residual = residual + reduce(x) * 0.0
-    return llama(residual, w), residual
-
-
-def run_boundary(rank: int, world_size: int, name: str) -> None:
-    fn, case = BOUNDARIES[name]
-    inputs = case["inputs"].make(rank)
-    graph = symbolic_trace(fn)
-    close = assert_close_sandwich
-    arguments = {"norms": case["norms"], "close": close, "communicator": comm()}
-    report = check_fused(graph, inputs, case["numerics"], **arguments)
-    assert {site.boundary for site in report.fused} == {case["words"]}, str(report)
-    assert case["words"] in str(report)
-    assert not any(site.note for site in report.fused), str(report)
+only_post_norm = functools.partial(expect, boundary="post norm, no second norm")
+BOUNDARIES |= {
+    "post_norm_only": (lambda x, r, w: r + llama(reduce(x), w), only_post_norm("transformers")),
+    "post_norm_only_in_float32": (
+        lambda x, r, w: (r.float() + gemma(reduce(x), w)).to(bf16),
+        only_post_norm("rounded"),
+    ),
+    "sum_changed_by_a_buffer": (sum_changed_by_a_buffer, only_post_norm("rounded")),
+    "layers_without_second_norms": (
+        layers_without_second_norms,
+        only_post_norm(["transformers", "transformers"]),
+    ),
+    "scaled_post_norm_only": (
+        lambda x, r, w: r + 0.5 * gemma(reduce(x), w),
+        expect("rounded", boundary="post norm, scale 0.5, no second norm"),
+    ),
+    "scaled_post_norm": (
+        sandwich(lambda z, w: llama(z, w) * 0.7, llama),
+        expect("transformers", boundary="post norm, scale 0.7", norms=2),
+    ),
+}
+for graph, numerics, scale, *inputs in (
+    (scaled_in_place, "transformers", "0.1"),
+    (scaled_without_a_residual, "transformers", "0.25"),
+    (scaled_and_added_in_float32, "unrounded", "0.22"),
+    (scaled(llama, lambda y: y * 0.22), "transformers", "0.22"),
+    (scaled(llama, lambda y: y * 0.0), "transformers", "0"),
+    (scaled(in_dtype(torch.float32), lambda y: y * -2), "rounded", "-2", FLOAT32),
+    (scaled(in_dtype(torch.float16), through_float32), "rounded", "0.3", FLOAT16),
+):
+    name = f"{graph.__name__}_by_{scale}"
+    BOUNDARIES[name] = (graph, expect(numerics, *inputs, boundary=f"scale {scale}"))
 
 
 @on(cpu=(2,))
 @pytest.mark.parametrize("name", BOUNDARIES)
-def test_boundary(pool: RankPool, name: str) -> None:
-    pool.run(run_boundary, name)
+def test_boundary(rank: int, world_size: int, name: str) -> None:
+    fn, expected = BOUNDARIES[name]
+    expected.check(fn, rank)
 
 
-# ---- nearly -------------------------------------------------------------------------------------
-
-NEARLY: dict[str, tuple[Callable[..., Any], str, str, str]] = {}
+# ---- graphs of which a part is fused ------------------------------------------------------------
 
 
-def nearly(numerics: str, words: str, note: str) -> Any:
-    """Marks a graph that is fused only in part; the note has the reason."""
-
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        NEARLY[fn.__name__] = (fn, numerics, words, note)
-        return fn
-
-    return add
+def post_norm_is_returned(x, r, w):
+    normed = rms_norm(reduce(x), w)
+    total = normed + r
+    return rms_norm(total, w), total, normed
 
 
-@nearly("rounded", "post norm", "one of its norms rounds before the weight")
-def second_norm_rounds_first(x, residual, w):
-    """Rounds before the weight in the second norm only; the graph keeps that multiplication."""
-    residual = gemma(reduce(x), w) + residual
-    return llama(residual, w), residual
-
-
-@nearly("transformers", "post norm, no second norm", "one of its norms rounds before the weight")
-def post_norm_rounds_first(x, residual, w):
-    residual = llama(reduce(x), w) + residual
-    return gemma(residual, w), residual
-
-
-@nearly("rounded", "", "rms_norm, computed from the reduced tensor, is also used by the output")
-def post_norm_is_returned(x, residual, w):
-    normed = F.rms_norm(reduce(x), (HIDDEN,), w, EPS)
-    residual = normed + residual
-    return F.rms_norm(residual, (HIDDEN,), w, EPS), residual, normed
-
-
-@nearly("rounded", "", "the reduced tensor itself is also used")
-def reduced_is_returned(x, residual, w):
+def reduced_is_returned(x, r, w):
     reduced = reduce(x)
-    residual = gemma(reduced, w) + residual
-    return gemma(residual, w), residual, reduced
+    total = gemma(reduced, w) + r
+    return gemma(total, w), total, reduced
 
 
-@nearly("rounded", "", "itself computed from the reduced tensor")
-def post_norm_plus_itself(x, residual, w):
+def post_norm_plus_itself(x, r, w):
     normed = gemma(reduce(x), w)
-    residual = normed + torch.relu(normed)
-    return gemma(residual, w), residual
+    total = normed + torch.relu(normed)
+    return gemma(total, w), total
 
 
-@nearly("rounded", "", "itself computed from the reduced tensor")
-def residual_from_another_reduction_of_it(x, residual, w):
+def residual_from_a_later_reduction_of_it(x, r, w):
     normed = gemma(reduce(x), w)
     late = torch.relu(reduce(normed))
     return gemma(normed + late, w), late
 
 
-def run_nearly(rank: int, world_size: int, name: str) -> None:
-    fn, numerics, words, note = NEARLY[name]
+ROUNDS_FIRST = "one of its norms rounds before the weight"
+# By name: the graph; its rounding mode, its boundary and its note, which has the reason.
+NEARLY = {
+    # The graph keeps the multiplication by the second weight.
+    "second_norm_rounds_first": (sandwich(gemma, llama), ("rounded", "post norm", ROUNDS_FIRST)),
+    "post_norm_rounds_first": (
+        sandwich(llama, gemma),
+        ("transformers", "post norm, no second norm", ROUNDS_FIRST),
+    ),
+    **table(
+        ("rounded", "", "rms_norm, computed from the reduced tensor, is also used by the output"),
+        post_norm_is_returned,
+    ),
+    **table(("rounded", "", "the reduced tensor itself is also used"), reduced_is_returned),
+    **table(
+        ("rounded", "", "itself computed from the reduced tensor"),
+        post_norm_plus_itself,
+        residual_from_a_later_reduction_of_it,
+    ),
+}
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", NEARLY)
+def test_nearly(rank: int, world_size: int, name: str) -> None:
+    fn, (numerics, boundary, note) = NEARLY[name]
     inputs = Inputs().make(rank)
     graph = symbolic_trace(fn)
     with torch.no_grad():
         expected = graph(*[t.clone() for t in inputs])
-    report = fuse(graph, inputs, comm())
-    site = report.fused[0]
-    assert (site.numerics, site.boundary) == (numerics, words), str(report)
-    assert re.search(note, site.note), str(report)
-    with torch.no_grad():
+        report = fuse(graph, inputs, comm())
         actual = graph(*inputs)
+    site = report.fused[0]
+    assert (site.numerics, site.boundary) == (numerics, boundary), str(report)
+    assert re.search(note, site.note), str(report)
     for mine, theirs in zip(actual, expected, strict=True):
         assert_close_sandwich(mine, theirs, name)
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("name", NEARLY)
-def test_nearly(pool: RankPool, name: str) -> None:
-    pool.run(run_nearly, name)
-
-
-def two_branches(rank: int, world_size: int) -> None:
+def test_two_branches(rank: int, world_size: int) -> None:
     """Adds two post norms, as Gemma 4 does for MLP and experts: one is the other's residual."""
 
     def block(x, residual, w):
@@ -358,8 +310,3 @@ def two_branches(rank: int, world_size: int) -> None:
     report = check_fused(graph, Inputs().make(rank), ["rounded", "rounded"], **close)
     assert [site.boundary for site in report.fused] == ["post norm", ""], str(report)
     assert "it is the residual of all_reduce_default" in report.fused[1].note
-
-
-@on(cpu=(2,))
-def test_two_branches(pool: RankPool) -> None:
-    pool.run(two_branches)

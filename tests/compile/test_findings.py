@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,142 +13,28 @@ from rank_helpers import comm, message_of, on
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from allnorm.compile import fuse, inductor_pass
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from .helpers import (
     EPS,
-    FP8,
     HIDDEN,
     Inputs,
     assert_close_norm,
+    cast,
     check_fused,
     check_missed,
-    fused_calls,
     llama,
     reduce,
     rstd,
+    summed,
 )
 
 bf16 = torch.bfloat16
-RIGHT: dict[str, tuple[Callable[..., Any], str, Inputs, int]] = {}
+FUNCTIONAL = torch.ops._c10d_functional
 
 
-def right(numerics: str, norms: int = 1, inputs: Inputs | None = None) -> Any:
-    """Marks a function of (x, residual, weight) that must be fused with the same results."""
-
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        RIGHT[fn.__name__] = (fn, numerics, inputs or Inputs(), norms)
-        return fn
-
-    return add
-
-
-@right("transformers")
-def norm_in_place(x, r, w):
-    total = reduce(x) + r
-    total.mul_(rstd(total.float()))
-    total.mul_(w)
-    return total
-
-
-@right("transformers", norms=2)
-def sum_overwritten_by_the_product(x, r, w):
-    total = reduce(x) + r
-    total.mul_(rstd(total.float()))
-    return w * total, total
-
-
-@right("rounded")
-def sum_in_place_and_a_late_weight(x, r, w):
-    r = torch.relu(r)
-    r.add_(reduce(x))
-    z = r.float()
-    return (z * rstd(z) * (w + 1)).to(bf16), r
-
-
-@right("rounded")
-def root_kept_and_a_late_weight(x, r, w):
-    total = reduce(x) + r
-    z = total.float()
-    root = rstd(z)
-    return (z * root * (w + 1)).to(bf16), total, root
-
-
-@right("transformers")
-def x_is_the_residual(x, r, w):
-    total = reduce(x) + x
-    return llama(total, w), total
-
-
-@right("transformers")
-def shape_changed_in_place(x, r, w):
-    total = reduce(x) + r
-    normed = llama(total, w)
-    total.unsqueeze_(0)
-    return normed, total
-
-
-@right("rounded")
-def root_of_a_square_of_an_absolute(x, r, w):
-    total = reduce(x) + r
-    z = total.float()
-    root = torch.rsqrt(z.abs().pow(2).mean(-1, keepdim=True) + EPS)
-    return (z * root * w).to(bf16), total
-
-
-@right("transformers")
-def shape_of_the_reduced(x, r, w):
-    reduced = reduce(x)
-    total = reduced.view(-1, reduced.shape[-1]) + r
-    return llama(total, w), total
-
-
-@right("transformers", inputs=Inputs(residual_shape=(1, 24, HIDDEN)))
-def one_more_dimension_in_the_residual(x, r, w):
-    total = reduce(x) + r
-    return llama(total, w), total
-
-
-@right("transformers", inputs=Inputs(shape=(1, 24, HIDDEN), residual_shape=(24, HIDDEN)))
-def one_more_dimension_in_the_reduced(x, r, w):
-    total = r + reduce(x)
-    return llama(total, w), total
-
-
-@right("transformers")
-def dropout_of_nothing(x, r, w):
-    total = F.dropout(reduce(x), 0.0, True) + r
-    return llama(total, w), total
-
-
-@right("rounded")
-def asserts_on_metadata(x, r, w):
-    check = torch.ops.aten._assert_tensor_metadata.default
-    reduced = reduce(x)
-    check(reduced, None, None, bf16)
-    total = reduced + r
-    check(total, None, None, bf16)
-    z = total.float()
-    check(z, None, None, torch.float32)
-    return (z * rstd(z) * (w + 1)).to(bf16), total
-
-
-def run_right(rank: int, world_size: int, name: str) -> None:
-    fn, numerics, inputs, norms = RIGHT[name]
-    given = inputs.make(rank)
-    check_fused(symbolic_trace(fn), given, numerics, norms=norms, communicator=comm())
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("name", RIGHT)
-def test_right(pool: RankPool, name: str) -> None:
-    pool.run(run_right, name)
-
-
-# ---- a bias between the reduction and the residual -----------------------------------------------
-
-
-def biased(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_bias_before_the_residual(rank: int, world_size: int) -> None:
     """Tests a bias: the reduction runs alone, and one local call adds and norms after rounding."""
 
     def fn(x, r, w):
@@ -171,24 +55,17 @@ def biased(rank: int, world_size: int) -> None:
         assert_same_bits(got[1], want[1], "sum")
 
 
-@on(cpu=(2,))
-def test_bias_before_the_residual(pool: RankPool) -> None:
-    pool.run(biased)
+def reduced(graph: Graph, x):
+    functional = graph.call_function(FUNCTIONAL.all_reduce.default, (x, "sum", "0"))
+    return graph.call_function(FUNCTIONAL.wait_tensor.default, (functional,))
 
 
-# ---- graphs with side effects --------------------------------------------------------------------
-
-
-def reduced(graph: Graph, x: Any) -> Any:
-    functional = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0"))
-    return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (functional,))
-
-
-def normed(graph: Graph, total: Any, w: Any) -> Any:
+def normed(graph: Graph, total, w):
     return graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS))
 
 
-def view_reduced_in_place(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_view_reduced_in_place(rank: int, world_size: int) -> None:
     graph = Graph()
     x, r, w = map(graph.placeholder, "xrw")
     a = graph.call_function(operator.mul, (r, 0.5))
@@ -204,7 +81,8 @@ def view_reduced_in_place(rank: int, world_size: int) -> None:
     check_fused(module, inputs, ["rounded", "rounded"], norms=2, communicator=comm())
 
 
-def tied_parameter(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_tied_parameter(rank: int, world_size: int) -> None:
     root = torch.nn.Module()
     root.norm = torch.nn.RMSNorm(HIDDEN, dtype=bf16, eps=EPS).requires_grad_(False)
     root.tied = torch.nn.Module()
@@ -227,39 +105,16 @@ def tied_parameter(rank: int, world_size: int) -> None:
     assert_same_bits(module.tied.weight, weight, "the parameter, afterwards")
 
 
-def forward_replaced(rank: int, world_size: int) -> None:
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = torch.nn.RMSNorm(HIDDEN, dtype=bf16, eps=EPS).requires_grad_(False)
-
-        def forward(self, x, r):
-            total = reduce(x) + r
-            return self.norm(total), total
-
-    block, inputs = Block(), Inputs().make(rank)[:2]
-    stock = block.norm.forward
-    block.norm.forward = lambda x: stock(x) * 2
-    check_missed(symbolic_trace(block), inputs, "a forward that replaces", communicator=comm())
-    block = Block()
-    block.norm.register_forward_hook(lambda module, args, result: result * 2)
-    check_missed(symbolic_trace(block), inputs, "has hooks", communicator=comm())
-
-
-def gradient(rank: int, world_size: int) -> None:
-    def fn(x, r, w):
-        total = reduce(x) + r
-        return llama(total, w), total
-
+@on(cpu=(2,), timeout=120.0)
+def test_gradient_of_the_weight(rank: int, world_size: int) -> None:
+    """The weight's gradient is that of the multiplication, which stays in the graph."""
     x, r, w = Inputs().make(rank)
+    gradients = []
     with torch.enable_grad():
-        given = [x, r.clone().requires_grad_(), w]
-        check_missed(symbolic_trace(fn), given, "needs a gradient", communicator=comm())
-        # The weight's gradient is that of the multiplication, which stays in the graph.
-        gradients = []
-        for run in (fn, symbolic_trace(fn)):
+        for fused in (False, True):
             weight = w.clone().requires_grad_()
-            if run is not fn:
+            run = symbolic_trace(summed(llama))
+            if fused:
                 assert [s.numerics for s in fuse(run, [x, r, weight], comm()).sites] == ["rounded"]
             run(x, r, weight)[0].float().sum().backward()
             gradients.append(weight.grad)
@@ -267,16 +122,10 @@ def gradient(rank: int, world_size: int) -> None:
     torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-2)
 
 
-def numbers(rank: int, world_size: int) -> None:
-    """Tests an eps beyond float32, constants by keyword, and numbers that a run computes."""
+@on(cpu=(2,), timeout=120.0)
+def test_numbers(rank: int, world_size: int) -> None:
+    """Tests constants by keyword, and numbers that a run computes."""
     inputs = Inputs().make(rank)
-
-    def huge(x, r, w):
-        total = reduce(x) + r
-        return llama(total, w, 1e39), total
-
-    check_missed(symbolic_trace(huge), inputs, "not a finite number", communicator=comm())
-
     graph = Graph()
     x, r, w = map(graph.placeholder, "xrw")
     k = graph.call_function(torch.full, (), {"size": (), "fill_value": 2.0})
@@ -308,7 +157,8 @@ def dump(x: torch.Tensor) -> None:
 dump.register_fake(lambda x: None)
 
 
-def side_effects(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_operators_without_results(rank: int, world_size: int) -> None:
     """Tests that operators without results, and prints, run as often as before."""
     inputs, op = Inputs().make(rank), torch.ops.allnorm_findings.dump.default
     for target in (op, print):
@@ -330,7 +180,8 @@ def side_effects(rank: int, world_size: int) -> None:
     assert any(node.target is print for node in module.graph.nodes)
 
 
-def claims(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_missed_site_beside_a_fused_one(rank: int, world_size: int) -> None:
     """Tests that a missed site does not prevent the fusion of other sites."""
     group = dist.new_group(list(range(world_size)))
 
@@ -343,14 +194,15 @@ def claims(rank: int, world_size: int) -> None:
     dist.destroy_process_group(group)
 
 
-def sizes(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_different_number_of_tokens(rank: int, world_size: int) -> None:
     """Tests graphs fused at 24 tokens and run at 7, functional and made functional."""
 
     def quantized(x, r, w):
         total = reduce(x) + r
         y = llama(total, w).float().view(-1, 8, 64)
         s = y.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
-        return (y / s).clamp(-448, 448).to(FP8).view(-1, HIDDEN), s, total
+        return cast(y / s).view(-1, HIDDEN), s, total
 
     def in_place(x, r, w):
         total = reduce(x) + r
@@ -368,47 +220,21 @@ def sizes(rank: int, world_size: int) -> None:
         torch.testing.assert_close(got[0].float(), want[0].float(), rtol=0.1, atol=0.1)
 
 
-def everywhere(rank: int, world_size: int) -> None:
-    """Tests graphs in lists of modules, and in modules that are not graphs."""
-
-    def fn(x, r, w):
-        total = reduce(x) + r
-        return llama(total, w), total
-
+@on(cpu=(2,), timeout=120.0)
+def test_graphs_of_branches(rank: int, world_size: int) -> None:
     root = torch.nn.Module()
-    root.layers = torch.nn.ModuleList([symbolic_trace(fn)])
-    graph = Graph()
-    inputs = tuple(map(graph.placeholder, "xrw"))
-    graph.output(graph.call_module("layers.0", inputs))
-    module, given = GraphModule(root, graph), Inputs().make(rank)
-    want = module(*given)
-    assert [site.numerics for site in fuse(module, given, comm()).sites] == ["transformers"]
-    assert fused_calls(module.get_submodule("layers.0"))
-    for mine, theirs in zip(module(*given), want, strict=True):
-        assert_close_norm(mine, theirs, "inside")
-
-    branch = symbolic_trace(fn)
-    root = torch.nn.Module()
-    root.yes, root.no = branch, symbolic_trace(lambda x, r, w: (x, r))
+    root.yes, root.no = symbolic_trace(summed(llama)), symbolic_trace(lambda x, r, w: (x, r))
     graph = Graph()
     inputs = tuple(map(graph.placeholder, "xrw"))
     parts = (graph.get_attr("yes"), graph.get_attr("no"))
     graph.output(graph.call_function(torch.ops.higher_order.cond, (True, *parts, inputs)))
-    (site,) = fuse(GraphModule(root, graph), given, comm()).sites
+    (site,) = fuse(GraphModule(root, graph), Inputs().make(rank), comm()).sites
     assert site.reason is not None
     assert "pass example_inputs" in site.reason
 
 
-def reasons(rank: int, world_size: int) -> None:
-    def scaled(x, r, w):
-        total = r + reduce(x) / 4.5
-        return llama(total, w), total
-
-    given = Inputs().make(rank)
-    check_missed(symbolic_trace(scaled), given, "truediv comes first", communicator=comm())
-
-
-def inputs_that_alias_later(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_inputs_that_share_memory_later(rank: int, world_size: int) -> None:
     def fn(x, r, o, w):
         d = reduce(x)
         o.mul_(2)
@@ -425,7 +251,8 @@ def inputs_that_alias_later(rank: int, world_size: int) -> None:
         assert_close_norm(mine, theirs, "apart")
 
 
-def returned_memory(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_memory_of_results(rank: int, world_size: int) -> None:
     """Tests that results share memory with inputs and each other as before."""
 
     def fn(x, r, w):
@@ -447,7 +274,8 @@ def returned_memory(rank: int, world_size: int) -> None:
     assert got[3].data_ptr() == got[4].data_ptr()
 
 
-def inputs_copied_before_they_are_written(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_inputs_copied_before_they_are_written(rank: int, world_size: int) -> None:
     def fn(x, r, o, w):
         o.copy_(x)
         total = reduce(x * 0.5) + r
@@ -459,31 +287,21 @@ def inputs_copied_before_they_are_written(rank: int, world_size: int) -> None:
     check_fused(graph, [x, r, r.clone(), w], "transformers", communicator=comm())
 
 
-def wait_returns_what_is_reduced_in_place(rank: int, world_size: int) -> None:
+@on(cpu=(2,), timeout=120.0)
+def test_wait_returns_the_tensor_reduced_in_place(rank: int, world_size: int) -> None:
     graph = Graph()
     x, r, w = map(graph.placeholder, "xrw")
-    pending = graph.call_function(torch.ops._c10d_functional.all_reduce_.default, (x, "sum", "0"))
-    waited = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (pending,))
+    pending = graph.call_function(FUNCTIONAL.all_reduce_.default, (x, "sum", "0"))
+    waited = graph.call_function(FUNCTIONAL.wait_tensor.default, (pending,))
     graph.call_method("add_", (waited, r))
     graph.output((normed(graph, waited, w), x))
     module = GraphModule(torch.nn.Module(), graph)
     check_fused(module, Inputs().make(rank), "rounded", communicator=comm())
 
 
-def operators_that_return_their_input(rank: int, world_size: int) -> None:
-    """Tests operators that return their input: `type_as` of the same dtype, dropout with p=0."""
-
-    def fn(x, r, w):
-        total = reduce(x) + r
-        normed = llama(total, w)
-        same = F.dropout(total.type_as(normed), 0.0)
-        total.mul_(2)
-        return normed, total, same + 1
-
-    check_fused(symbolic_trace(fn), Inputs().make(rank), "transformers", communicator=comm())
-
-
-def training(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on(cpu=(2,), timeout=120.0)
+def test_training(rank: int, world_size: int) -> None:
     def fn(x, r, w):
         total = funcol.all_reduce(x, "sum", dist.group.WORLD) + r
         z = total.float()
@@ -499,19 +317,3 @@ def training(rank: int, world_size: int) -> None:
     assert sum(len(report.fused) for report in fusion.reports) == 1
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(view_reduced_in_place, tied_parameter, forward_replaced, gradient, numbers),
-        *(side_effects, claims, sizes, everywhere, reasons, inputs_that_alias_later),
-        *(returned_memory, inputs_copied_before_they_are_written),
-        *(wait_returns_what_is_reduced_in_place, operators_that_return_their_input),
-        pytest.param(training, marks=pytest.mark.slow),
-    ],
-    ids=lambda case: case.__name__,
-)
-def test_finding(pool: RankPool, case: Callable[..., None]) -> None:
-    pool.run(case, timeout=120.0)

@@ -1,7 +1,8 @@
-"""Tests hand-made graphs that must be fused: two ranks run each, unfused and fused."""
+"""Tests graphs that must be fused: two ranks run each, unfused and fused."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,365 +13,504 @@ from rank_helpers import comm, on
 from torch.fx import symbolic_trace
 
 from allnorm.compile import fuse
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from .helpers import (
     EPS,
     HIDDEN,
     Inputs,
+    assert_close_norm,
     check_fused,
     fused_calls,
     gemma,
     llama,
+    plain,
     reduce,
     rstd,
+    summed,
+    table,
 )
 
 bf16 = torch.bfloat16
-MATCHES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+aten = torch.ops.aten
 
 
-def match(numerics: str | Sequence[str], inputs: Inputs | None = None, norms: int = 1) -> Any:
-    """Marks a function of (x, residual, weight) as a graph that must be fused."""
+@dataclasses.dataclass
+class Expected:
+    """What a test expects of a fused graph.
 
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        MATCHES[fn.__name__] = (fn, {"numerics": numerics, "inputs": inputs, "norms": norms})
-        return fn
+    Attributes:
+        numerics: the rounding mode of each site.
+        inputs: of the graph.
+        norms: number of leading results computed from a norm; the others must be bit-identical.
+        boundary: the report's text for the boundary of each site.
+        close: the comparison of the normed results.
+    """
 
-    return add
+    numerics: str | Sequence[str]
+    inputs: Inputs = dataclasses.field(default_factory=Inputs)
+    norms: int = 1
+    boundary: str = ""
+    close: Callable[..., None] = assert_close_norm
 
-
-# ---- which rounding mode ------------------------------------------------------------------------
-
-
-@match("transformers")
-def llama_style(x, residual, w):
-    residual = reduce(x) + residual
-    return llama(residual, w), residual
-
-
-@match("rounded")
-def functional_rms_norm(x, residual, w):
-    residual = reduce(x) + residual
-    return F.rms_norm(residual, (HIDDEN,), w, 1e-6), residual
-
-
-@match("rounded")
-def default_eps(x, residual, w):
-    residual = reduce(x * 1e-3) + residual * 1e-3
-    return F.rms_norm(residual, (HIDDEN,), w), residual
-
-
-@match("rounded", Inputs(weight_dtype=torch.float32))
-def written_out_with_float32_weight(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
-    return (w * (z * rstd(z))).to(bf16), residual
+    def check(self, fn: Callable[..., Any], rank: int) -> None:
+        """Fuses the graph of `fn` and compares its results with those of the unfused graph."""
+        inputs = self.inputs.make(rank)
+        options = {"norms": self.norms, "close": self.close, "communicator": comm()}
+        report = check_fused(symbolic_trace(fn), inputs, self.numerics, **options)
+        assert self.boundary in str(report)
+        for site in report.fused:
+            assert site.nodes[0].startswith("all_reduce")
+            assert len(site.nodes) >= 3
+            assert (site.shape, site.dtype) == (tuple(inputs[0].shape), inputs[0].dtype)
+            assert (site.group, site.reason, site.boundary) == ("0", None, self.boundary)
+            assert not (self.boundary and site.note), str(report)
+            assert "fused" in str(site)
 
 
-@match("transformers", Inputs(weight_dtype=torch.float32))
-def rounded_before_a_float32_weight(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
-    return ((z * rstd(z)).to(bf16) * w).to(bf16), residual
+def rounded(z, w, dtype=bf16):
+    """Norms by multiplying with the weight in float32."""
+    z = z.float()
+    return (z * rstd(z) * w).to(dtype)
 
 
-@match("unrounded")
-def float32_sum(x, residual, w):
-    z = reduce(x).float() + residual.float()
+def rounded_first(z, w, dtype=bf16):
+    """Norms by rounding before the weight."""
+    z = z.float()
+    return ((z * rstd(z)).to(dtype) * w).to(dtype)
+
+
+def rms_norm(z, w, eps=EPS):
+    return F.rms_norm(z, (HIDDEN,), w, eps)
+
+
+# ---- rounding modes -----------------------------------------------------------------------------
+
+
+def float32_sum(x, r, w):
+    z = reduce(x).float() + r.float()
     return (z * rstd(z) * w.float()).to(bf16), z.to(bf16)
 
 
-@match("vllm")
-def float32_sum_rounded_before_the_weight(x, residual, w):
-    z = reduce(x).to(torch.float32) + residual  # promoted
+def float32_sum_rounded_before_the_weight(x, r, w):
+    z = reduce(x).to(torch.float32) + r  # promoted
     return (z * rstd(z)).to(bf16) * w, z.to(bf16)
 
 
-@match("unrounded")
-def float32_sum_that_is_not_kept(x, residual, w):
-    z = residual + reduce(x).float()
+def float32_sum_rounded_before_the_norm(x, r, w):
+    total = (reduce(x).float() + r.float()).to(bf16)
+    return rounded(total, w), total
+
+
+def weight_changed_after_the_sum(x, r, w):
+    total = reduce(x) + r
+    w.mul_(2)
+    return llama(total, w), total
+
+
+def weight_changed_before_the_multiplication(x, r, w):
+    z = (reduce(x) + r).float()
+    torch.relu_(w)
     return (z * rstd(z) * w).to(bf16)
 
 
-@match("rounded")
-def float32_sum_rounded_before_the_norm(x, residual, w):
-    residual = (reduce(x).float() + residual.float()).to(bf16)
-    z = residual.float()
-    return (z * rstd(z) * w).to(bf16), residual
-
-
-@match("rounded")
-def gemma_style(x, residual, w):
-    residual = reduce(x) + residual
-    return gemma(residual, w), residual
-
-
-@match("rounded")
-def gemma_weight_rounded_to_16_bits(x, residual, w):
-    """Rounds `1 + w` to bfloat16, which gives a different weight than float32."""
-    residual = reduce(x) + residual
-    z = residual.float()
-    return (z * rstd(z) * (1 + w)).to(bf16), residual
-
-
-@match("transformers")
-def gemma_weight_after_rounding(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
-    return (z * rstd(z)).to(bf16) * (1 + w), residual
-
-
-@match("rounded")
-def without_weight(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
-    return (z * rstd(z)).to(bf16), residual
-
-
-@match("transformers")
-def weight_changed_after_the_sum(x, residual, w):
-    residual = reduce(x) + residual
-    w.mul_(2)
-    return llama(residual, w), residual
-
-
-@match("rounded")
-def weight_changed_before_the_product(x, residual, w):
-    z = (reduce(x) + residual).float()
-    torch.relu_(w)
-    return (z * rstd(z) * w).to(torch.bfloat16)
-
-
-@match("transformers")
-def residual_changed_after_the_reduction(x, residual, w):
+def residual_changed_after_the_reduction(x, r, w):
     reduced = reduce(x)
-    residual.mul_(2)
-    return llama(reduced + residual, w)
+    r.mul_(2)
+    return llama(reduced + r, w)
 
 
-@match("transformers")
-def input_changed_after_the_reduction(x, residual, w):
+def input_changed_after_the_reduction(x, r, w):
     reduced = reduce(x)
     x.zero_()
-    return llama(reduced + residual, w)
+    return llama(reduced + r, w)
 
 
-@match("rounded", Inputs(dtype=torch.float32))
-def float32_tensors(x, residual, w):
-    residual = reduce(x) + residual
-    return residual * rstd(residual) * w, residual
+FLOAT32, FLOAT16 = Inputs(dtype=torch.float32), Inputs(dtype=torch.float16)
+FLOAT32_WEIGHT = Inputs(weight_dtype=torch.float32)
+MATCHES = {
+    **table(
+        Expected("transformers"),
+        weight_changed_after_the_sum,
+        residual_changed_after_the_reduction,
+        input_changed_after_the_reduction,
+        plain,
+        llama_style=summed(llama),
+        gemma_weight_after_rounding=summed(lambda z, w: rounded_first(z, 1 + w)),
+    ),
+    **table(
+        Expected("rounded"),
+        float32_sum_rounded_before_the_norm,
+        weight_changed_before_the_multiplication,
+        functional_rms_norm=summed(lambda z, w: rms_norm(z, w, 1e-6)),
+        default_eps=lambda x, r, w: (
+            rms_norm(total := reduce(x * 1e-3) + r * 1e-3, w, None),
+            total,
+        ),
+        gemma_style=summed(gemma),
+        # The weight differs from that in float32.
+        gemma_weight_rounded_to_16_bits=summed(lambda z, w: rounded(z, 1 + w)),
+        without_weight=summed(lambda z, w: rounded(z, 1.0)),
+    ),
+    **table(
+        Expected("unrounded"),
+        float32_sum,
+        float32_sum_that_is_not_kept=lambda x, r, w: rounded(r + reduce(x).float(), w),
+    ),
+    **table(Expected("vllm"), float32_sum_rounded_before_the_weight),
+    **table(
+        Expected("rounded", FLOAT32_WEIGHT),
+        written_out_with_float32_weight=summed(rounded),
+    ),
+    **table(
+        Expected("transformers", FLOAT32_WEIGHT),
+        rounded_before_a_float32_weight=summed(rounded_first),
+    ),
+    **table(
+        Expected("rounded", FLOAT32),
+        float32_tensors=summed(lambda z, w: z * rstd(z) * w),
+    ),
+    **table(
+        Expected("transformers", FLOAT16),
+        float16_tensors=summed(lambda z, w: rounded_first(z, w, torch.float16)),
+    ),
+}
+
+# ---- forms of the same norm ---------------------------------------------------------------------
 
 
-@match("transformers", Inputs(dtype=torch.float16))
-def float16_tensors(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
-    return w * (z * rstd(z)).to(torch.float16), residual
+def by_root(root):
+    """Returns a graph whose norm multiplies by `root(z)` of a float32 tensor z."""
+    return summed(lambda h, w: ((z := h.float()) * root(z) * w).to(bf16))
 
 
-# ---- forms of the same thing --------------------------------------------------------------------
+def operands_in_the_other_order(x, r, w):
+    total = r + reduce(x)
+    z = total.float()
+    return (torch.rsqrt(EPS + (z * z).mean(dim=-1, keepdim=True)) * z).to(bf16) * w, total
 
 
-@match("transformers")
-def operands_in_the_other_order(x, residual, w):
-    residual = residual + reduce(x)
-    z = residual.float()
-    return (torch.rsqrt(EPS + (z * z).mean(dim=-1, keepdim=True)) * z).to(bf16) * w, residual
-
-
-@match("transformers")
-def sum_is_not_used_later(x, residual, w):
-    return llama(reduce(x) + residual, w)
-
-
-@match("rounded")
-def square_and_sum(x, residual, w):
-    residual = torch.add(reduce(x), residual)
-    z = residual.type(torch.float32)
-    mean = torch.sum(torch.square(z), dim=[-1], keepdim=True) / HIDDEN
-    return (torch.mul(z, (mean + EPS) ** -0.5) * w).to(dtype=bf16), residual
-
-
-@match("rounded")
-def reciprocal_of_the_root(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
-    root = torch.sqrt((z**2).sum(1, True) * (1 / HIDDEN) + EPS)
-    return (z * root.reciprocal() * w).to(bf16), residual
-
-
-@match("rounded")
-def one_over_the_root(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
-    return (z * (1.0 / (z.square().mean(-1, True) + EPS).sqrt()) * w).to(bf16), residual
-
-
-@match("transformers")
-def sizes_and_dtypes_asked_for(x, residual, w):
+def queried_sizes_and_dtypes(x, r, w):
     """Queries sizes and dtypes, which torch.fx records as nodes."""
-    residual = reduce(x) + residual
-    z = residual.float()
+    total = reduce(x) + r
+    z = total.float()
     mean = z.pow(2).sum(-1, keepdim=True) / z.shape[-1]
-    return w * (z * torch.rsqrt(mean + EPS)).to(x.dtype), residual
+    return w * (z * torch.rsqrt(mean + EPS)).to(x.dtype), total
 
 
-@match("rounded")
-def norm_over_a_size_asked_for(x, residual, w):
-    residual = reduce(x) + residual
-    return F.rms_norm(residual, (x.size(-1),), w), residual
-
-
-@match("rounded")
-def norm_over_the_shape_of_the_weight(x, residual, w):
-    residual = reduce(x) + residual
-    return F.rms_norm(residual, w.shape, w, 1e-6), residual
-
-
-@match("rounded")
-def mean_without_keepdim(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
-    scale = torch.rsqrt(z.pow(2).mean(-1) + EPS)
-    return (z * scale.unsqueeze(-1) * w.view(1, HIDDEN)).to(bf16), residual
-
-
-@match("rounded")
-def aten_operators(x, residual, w):
-    aten, prims = torch.ops.aten, torch.ops.prims
-    residual = aten.add.Tensor(reduce(x), residual)
-    z = prims.convert_element_type.default(residual, torch.float32)
+def aten_operators(x, r, w):
+    total = aten.add.Tensor(reduce(x), r)
+    z = torch.ops.prims.convert_element_type.default(total, torch.float32)
     mean = aten.mean.dim(aten.pow.Tensor_Scalar(z, 2), [-1], True)
     normed = aten.mul.Tensor(z, aten.rsqrt.default(aten.add.Scalar(mean, EPS)))
     scaled = aten.mul.Tensor(normed, aten._to_copy.default(w, dtype=torch.float32))
-    return aten._to_copy.default(scaled, dtype=bf16), residual
+    return aten._to_copy.default(scaled, dtype=bf16), total
 
 
-@match("rounded")
-def in_place_inside_the_norm(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
+def in_place_inside_the_norm(x, r, w):
+    total = reduce(x) + r
+    z = total.float()
     mean = z.pow(2).mean(-1, keepdim=True)
     mean.add_(EPS)
     z *= torch.rsqrt(mean)
-    return (z * w).to(bf16), residual
+    return (z * w).to(bf16), total
 
+
+def norm_in_place(x, r, w):
+    total = reduce(x) + r
+    total.mul_(rstd(total.float()))
+    total.mul_(w)
+    return total
+
+
+def square_and_sum(x, r, w):
+    total = torch.add(reduce(x), r)
+    z = total.type(torch.float32)
+    mean = torch.sum(torch.square(z), dim=[-1], keepdim=True) / HIDDEN
+    return (torch.mul(z, (mean + EPS) ** -0.5) * w).to(dtype=bf16), total
+
+
+def root_returned_and_a_late_weight(x, r, w):
+    total = reduce(x) + r
+    z = total.float()
+    root = rstd(z)
+    return (z * root * (w + 1)).to(bf16), total, root
+
+
+def asserts_on_metadata(x, r, w):
+    check = aten._assert_tensor_metadata.default
+    reduced = reduce(x)
+    check(reduced, None, None, bf16)
+    total = reduced + r
+    check(total, None, None, bf16)
+    z = total.float()
+    check(z, None, None, torch.float32)
+    return (z * rstd(z) * (w + 1)).to(bf16), total
+
+
+MATCHES |= table(
+    Expected("transformers"),
+    operands_in_the_other_order,
+    queried_sizes_and_dtypes,
+    norm_in_place,
+)
+MATCHES |= table(
+    Expected("rounded"),
+    aten_operators,
+    in_place_inside_the_norm,
+    square_and_sum,
+    root_returned_and_a_late_weight,
+    asserts_on_metadata,
+    reciprocal_of_the_root=by_root(
+        lambda z: torch.sqrt((z**2).sum(1, True) * (1 / HIDDEN) + EPS).reciprocal()
+    ),
+    one_over_the_root=by_root(lambda z: 1.0 / (z.square().mean(-1, True) + EPS).sqrt()),
+    root_of_a_square_of_an_absolute=by_root(
+        lambda z: torch.rsqrt(z.abs().pow(2).mean(-1, keepdim=True) + EPS)
+    ),
+    norm_over_a_queried_size=summed(lambda z, w: F.rms_norm(z, (z.size(-1),), w)),
+    norm_over_the_shape_of_the_weight=summed(lambda z, w: F.rms_norm(z, w.shape, w, 1e-6)),
+    mean_without_keepdim=summed(
+        lambda h, w: (
+            (z := h.float())
+            * torch.rsqrt(z.pow(2).mean(-1) + EPS).unsqueeze(-1)
+            * w.view(1, HIDDEN)
+        ).to(bf16)
+    ),
+)
 
 # ---- residual -----------------------------------------------------------------------------------
 
 
-@match("transformers")
-def without_residual(x, residual, w):
+def without_residual(x, r, w):
     reduced = reduce(x)
-    return llama(reduced, w), reduced + residual
+    return llama(reduced, w), reduced + r
 
 
-@match("transformers")
-def without_residual_and_not_used_later(x, residual, w):
-    return llama(reduce(x), w)
+def residual_added_in_place(x, r, w):
+    r = r.clone()
+    r += reduce(x)
+    return llama(r, w), r * 2
 
 
-@match("transformers")
-def residual_added_in_place(x, residual, w):
-    residual = residual.clone()
-    residual += reduce(x)
-    return llama(residual, w), residual * 2
+def residual_of_the_caller_in_place(x, r, w):
+    r += reduce(x)
+    return llama(r, w)
 
 
-@match("transformers")
-def residual_of_the_caller_in_place(x, residual, w):
-    residual += reduce(x)
-    return llama(residual, w)
-
-
-@match("transformers")
-def added_in_place_to_the_reduced(x, residual, w):
+def added_in_place_to_the_reduced(x, r, w):
     x = reduce(x)
-    x += residual
+    x += r
     return llama(x, w), x
 
 
-@match("transformers")
-def sum_changed_afterwards(x, residual, w):
-    residual = reduce(x) + residual
-    normed = llama(residual, w)
-    residual.mul_(2)
-    return normed, residual, residual + 1
+def sum_changed_afterwards(x, r, w):
+    total = reduce(x) + r
+    normed = llama(total, w)
+    total.mul_(2)
+    return normed, total, total + 1
 
 
-@match("rounded")
-def sum_changed_behind_its_last_use_through_a_view(x, residual, w):
-    total = reduce(x) + residual
+def sum_changed_through_a_view_after_its_last_use(x, r, w):
+    total = reduce(x) + r
     z = total.float()
     total[0].add_(1)
     return (z * rstd(z) * w).to(bf16), total
 
 
-@match("transformers")
-def two_sums_of_which_one_changes(x, residual, w):
+def two_sums_of_which_one_changes(x, r, w):
     """Computes the sum twice and changes one copy: each result keeps its own memory."""
     reduced = reduce(x)
-    one, two = reduced + residual, reduced + residual
+    one, two = reduced + r, reduced + r
     normed = llama(one, w)
     one.add_(1)
     return normed, one, two
 
 
-@match("transformers", norms=2)
-def sum_normed_twice(x, residual, w):
-    residual = reduce(x) + residual
-    return llama(residual, w), gemma(residual, w), residual.float()
+def sum_normed_twice(x, r, w):
+    total = reduce(x) + r
+    return llama(total, w), gemma(total, w), total.float()
 
 
-@match("transformers", norms=2)
-def normed_twice_with_two_weights(x, residual, w):
-    residual = reduce(x) + residual
-    z = residual.float()
+def normed_twice_with_two_weights(x, r, w):
+    total = reduce(x) + r
+    z = total.float()
     normed = (z * rstd(z)).to(bf16)
-    return w * normed, (w * 2) * normed, residual
+    return w * normed, (w * 2) * normed, total
 
 
-@match("transformers")
-def copies_of_the_sum(x, residual, w):
-    total = reduce(x) + residual
+def sum_overwritten_by_the_multiplication(x, r, w):
+    total = reduce(x) + r
+    total.mul_(rstd(total.float()))
+    return w * total, total
+
+
+def copies_of_the_sum(x, r, w):
+    total = reduce(x) + r
     copy = total.clone()
     normed = llama(total, w)
     copy.add_(1)
     return normed, total, copy
 
 
-@match("transformers")
-def residual_that_is_computed_late(x, residual, w):
+def residual_that_is_computed_late(x, r, w):
     reduced = reduce(x)
-    residual = torch.relu(residual) * 2
-    residual = reduced + residual
-    return llama(residual, w), residual
+    total = reduced + torch.relu(r) * 2
+    return llama(total, w), total
 
 
-@match(["transformers", "transformers", "transformers"], norms=1)
-def three_layers(x, residual, w):
+def sum_in_place_and_a_late_weight(x, r, w):
+    r = torch.relu(r)
+    r.add_(reduce(x))
+    z = r.float()
+    return (z * rstd(z) * (w + 1)).to(bf16), r
+
+
+def operators_that_return_their_input(x, r, w):
+    """Calls `type_as` with the same dtype, and dropout with p=0."""
+    total = reduce(x) + r
+    normed = llama(total, w)
+    same = F.dropout(total.type_as(normed), 0.0)
+    total.mul_(2)
+    return normed, total, same + 1
+
+
+def three_layers(x, r, w):
     for _ in range(3):
-        residual = residual + reduce(x)
-        x = torch.relu(llama(residual, w))
-    return x, residual
+        r = r + reduce(x)
+        x = torch.relu(llama(r, w))
+    return x, r
 
 
-@match(["transformers", "transformers"], norms=2)
-def sum_as_the_next_residual_in_place(x, residual, w):
-    residual = residual.clone()
-    residual += reduce(x)
-    first = llama(residual, w)
-    residual += reduce(x * 2)
-    return llama(residual, w), first, residual
+def sum_as_the_next_residual_in_place(x, r, w):
+    r = r.clone()
+    r += reduce(x)
+    first = llama(r, w)
+    r += reduce(x * 2)
+    return llama(r, w), first, r
 
 
-def sum_of_two_reductions(rank: int, world_size: int) -> None:
-    """Tests a sum of two reductions: one is fused, and the other is its residual."""
+MATCHES |= table(
+    Expected("transformers"),
+    without_residual,
+    residual_added_in_place,
+    residual_of_the_caller_in_place,
+    added_in_place_to_the_reduced,
+    sum_changed_afterwards,
+    two_sums_of_which_one_changes,
+    copies_of_the_sum,
+    residual_that_is_computed_late,
+    operators_that_return_their_input,
+    without_residual_and_not_used_later=lambda x, r, w: llama(reduce(x), w),
+    x_is_the_residual=lambda x, r, w: (llama(total := reduce(x) + x, w), total),
+    zeros_as_the_residual=lambda x, r, w: (
+        llama(total := reduce(x) + torch.zeros_like(r), w),
+        total,
+    ),
+)
+MATCHES |= table(
+    Expected("rounded"),
+    sum_changed_through_a_view_after_its_last_use,
+    sum_in_place_and_a_late_weight,
+)
+MATCHES |= table(
+    Expected("transformers", norms=2),
+    sum_normed_twice,
+    normed_twice_with_two_weights,
+    sum_overwritten_by_the_multiplication,
+)
+MATCHES |= table(Expected(["transformers"] * 3), three_layers)
+MATCHES |= table(Expected(["transformers"] * 2, norms=2), sum_as_the_next_residual_in_place)
+
+# ---- views --------------------------------------------------------------------------------------
+
+IN_3D = Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN))
+
+
+def view_before_the_add(x, r, w):
+    total = reduce(x).view(-1, HIDDEN) + r
+    return llama(total, w), total
+
+
+def strided_rows_viewed(x, r, w):
+    """Views strided rows: the call needs the view before the reduction, where it copies."""
+    x = torch.cat([x, x], -1)[..., :HIDDEN]
+    total = reduce(x).reshape(24, HIDDEN) + r
+    return llama(total, w), total
+
+
+def view_before_the_norm(x, r, w):
+    total = reduce(x) + r.view(4, 6, HIDDEN)
+    return llama(total.flatten(0, 1), w), total
+
+
+def views_everywhere(x, r, w):
+    total = r + aten.view.default(reduce(x), [24, HIDDEN])
+    normed = llama(total.unsqueeze(0), w)
+    return normed.reshape(4, 6, HIDDEN), total.view(6, 4, HIDDEN)
+
+
+def strided_input(x, r, w):
+    x, r = x.t().contiguous().t(), r.t().contiguous().t()
+    total = reduce(x).contiguous() + r.contiguous()
+    return llama(total, w), total
+
+
+def shape_changed_in_place(x, r, w):
+    total = reduce(x) + r
+    normed = llama(total, w)
+    total.unsqueeze_(0)
+    return normed, total
+
+
+def shape_of_the_reduced(x, r, w):
+    reduced = reduce(x)
+    total = reduced.view(-1, reduced.shape[-1]) + r
+    return llama(total, w), total
+
+
+def dropped_out(p, training):
+    return lambda x, r, w: (llama(total := F.dropout(reduce(x), p, training) + r, w), total)
+
+
+MATCHES |= table(
+    Expected("transformers", IN_3D),
+    view_before_the_add,
+    strided_rows_viewed,
+    view_before_the_norm,
+    views_everywhere,
+)
+MATCHES |= table(
+    Expected("transformers"),
+    strided_input,
+    shape_changed_in_place,
+    shape_of_the_reduced,
+    dropout_that_is_off=dropped_out(0.1, False),
+    dropout_of_nothing=dropped_out(0.0, True),
+)
+for name, inputs in {
+    "one_dimension": Inputs(shape=(HIDDEN,)),
+    "no_tokens": Inputs(shape=(0, HIDDEN)),
+    "one_more_dimension_in_the_residual": Inputs(residual_shape=(1, 24, HIDDEN)),
+    "one_more_dimension_in_the_reduced": Inputs(shape=(1, 24, HIDDEN), residual_shape=(24, HIDDEN)),
+}.items():
+    MATCHES[name] = (summed(llama), Expected("transformers", inputs))
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", MATCHES)
+def test_match(rank: int, world_size: int, name: str) -> None:
+    fn, expected = MATCHES[name]
+    expected.check(fn, rank)
+
+
+@on(cpu=(2,))
+def test_sum_of_two_reductions(rank: int, world_size: int) -> None:
+    """One reduction is fused, and the other is its residual."""
 
     def block(x, residual, w):
-        residual = reduce(x) + reduce(residual)
-        return llama(residual, w), residual
+        total = reduce(x) + reduce(residual)
+        return llama(total, w), total
 
     inputs = Inputs().make(rank)
     graph = symbolic_trace(block)
@@ -382,89 +522,3 @@ def sum_of_two_reductions(rank: int, world_size: int) -> None:
     (call,) = (n for n in graph.graph.nodes if n.name in fused_calls(graph))
     assert "wait_tensor" in str(call.args[1])
     assert_same_bits(graph(*inputs)[1], want[1], "sum")
-
-
-@on(cpu=(2,))
-def test_sum_of_two_reductions(pool: RankPool) -> None:
-    pool.run(sum_of_two_reductions)
-
-
-# ---- views --------------------------------------------------------------------------------------
-
-IN_3D = Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN))
-
-
-@match("transformers", IN_3D)
-def view_before_the_add(x, residual, w):
-    residual = reduce(x).view(-1, HIDDEN) + residual
-    return llama(residual, w), residual
-
-
-@match("transformers", IN_3D)
-def strided_rows_viewed(x, residual, w):
-    """Views strided rows: the call needs the view before the reduction, where it takes a copy."""
-    x = torch.cat([x, x], -1)[..., :HIDDEN]
-    residual = reduce(x).reshape(24, HIDDEN) + residual
-    return llama(residual, w), residual
-
-
-@match("transformers", IN_3D)
-def view_before_the_norm(x, residual, w):
-    residual = reduce(x) + residual.view(4, 6, HIDDEN)
-    return llama(residual.flatten(0, 1), w), residual
-
-
-@match("transformers", IN_3D)
-def views_everywhere(x, residual, w):
-    residual = residual + torch.ops.aten.view.default(reduce(x), [24, HIDDEN])
-    normed = llama(residual.unsqueeze(0), w)
-    return normed.reshape(4, 6, HIDDEN), residual.view(6, 4, HIDDEN)
-
-
-@match("transformers")
-def strided_input(x, residual, w):
-    x, residual = x.t().contiguous().t(), residual.t().contiguous().t()
-    residual = reduce(x).contiguous() + residual.contiguous()
-    return llama(residual, w), residual
-
-
-@match("transformers", Inputs(shape=(HIDDEN,)))
-def one_dimension(x, residual, w):
-    residual = reduce(x) + residual
-    return llama(residual, w), residual
-
-
-@match("transformers", Inputs(shape=(0, HIDDEN)))
-def no_tokens(x, residual, w):
-    residual = reduce(x) + residual
-    return llama(residual, w), residual
-
-
-@match("transformers")
-def dropout_that_is_off(x, residual, w):
-    residual = F.dropout(reduce(x), 0.1, False) + residual
-    return llama(residual, w), residual
-
-
-def run_match(rank: int, world_size: int, name: str) -> None:
-    fn, case = MATCHES[name]
-    inputs = (case["inputs"] or Inputs()).make(rank)
-    if "no_tokens" in name:
-        inputs[0], inputs[1] = inputs[0].reshape(0, HIDDEN), inputs[1].reshape(0, HIDDEN)
-    report = check_fused(
-        symbolic_trace(fn), inputs, case["numerics"], norms=case["norms"], communicator=comm()
-    )
-    for site in report.fused:
-        assert site.nodes[0].startswith("all_reduce")
-        assert len(site.nodes) >= 3
-        assert site.shape == tuple(inputs[0].shape)
-        assert site.dtype == inputs[0].dtype
-        assert site.group == "0"
-        assert site.reason is None
-        assert "fused" in str(site)
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("name", MATCHES)
-def test_match(pool: RankPool, name: str) -> None:
-    pool.run(run_match, name)

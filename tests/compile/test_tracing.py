@@ -312,7 +312,7 @@ def test_dynamic(pool: RankPool) -> None:
 
 
 def nested(rank: int, world_size: int) -> None:
-    """Tests nested graphs, as torch.fx.passes.split_module makes them."""
+    """Tests nested graphs, as torch.fx.passes.split_module makes them, in a list of modules."""
     inputs = Inputs().make(rank)
 
     def layer(x, residual, w):
@@ -323,15 +323,15 @@ def nested(rank: int, world_size: int) -> None:
     names = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
     outer = Graph()
     values = {name: outer.placeholder(name) for name in ("l_x_", "l_residual_", "l_w_")}
-    outer.output(outer.call_module("inner", tuple(values[name] for name in names)))
+    outer.output(outer.call_module("layers.0", tuple(values[name] for name in names)))
     root = torch.nn.Module()
-    root.inner = inner
+    root.layers = torch.nn.ModuleList([inner])
     with torch.no_grad():
         module = GraphModule(root, outer)
         want = module(*inputs)
         report = fuse(module, inputs, comm())
         assert [site.numerics for site in report.sites] == ["transformers"]
-        assert fused_calls(module.inner)
+        assert fused_calls(module.get_submodule("layers.0"))
         for mine, theirs in zip(module(*inputs), want, strict=True):
             assert_same_bits(mine, theirs, "nested")
 

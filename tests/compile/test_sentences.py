@@ -1,0 +1,133 @@
+"""Tests that every sentence of the graph pass has a test: sentences are read from its sources."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import comm, on
+from torch.fx import symbolic_trace
+
+import allnorm.compile
+from allnorm.compile import agreement, fuse
+from allnorm.testing import RankPool
+
+from . import test_boundaries, test_experts, test_quantized, test_refusals
+from .helpers import Inputs
+from .test_reasons import CASES, hooked, norm_module, texts_of
+
+# Parts of sentences that a different file tests.
+ELSEWHERE = {
+    "the store of process group {} fails": "test_sentences.py",
+    "keeps symbolic": "test_contents.py",
+    "is not a matrix": "test_experts.py",
+    "reads the sum before it is reduced": "test_experts.py",
+    "a layout allnorm does not write": "test_decompositions.py",
+    "is a DTensor: pass its whole local tensor": "test_dtensors.py",
+    "torch.distributed is not initialized": "test_refusals.py",
+    "it is the residual of": "test_matches.py",
+    "effect token": "test_tracing.py",
+    "changes an argument other than its first tensor": "test_contents.py",
+    "a part of the tensor": "test_contents.py",
+}
+# Parts of sentences that no graph leads to, with the reason, and of texts that are no reasons.
+GUARDS = {
+    "the shape of {} is computed from the reduced tensor": "sizes do not depend on elements",
+    "the shapes and dtypes of its tensors are unknown": "a reduction without a shape comes first",
+    "a tensor that exists only while it is traced": "constants are recorded as themselves",
+    "in a graph without in-place operations": "such results are refused earlier",
+    "reduces several tensors in place": "PyTorch refuses to record such an operator",
+    "over a dimension of unknown size": "the reduction itself is refused for such rows",
+    "sum of {} experts' rows": "part of a fused site",
+    "tensor added after the reduction": "part of a fused site",
+    "no second norm": "part of a fused site",
+    "<guards of a graph>": "a file name",
+}
+ERRORS = {"ValueError", "TypeError", "RuntimeError", "AllnormError", "CommunicatorClosedError"}
+NOT_REASONS = ERRORS | {"NotImplementedError", "define"}
+OTHER_FILES = ("report.py", "inductor.py", "generation.py", "vocabulary.py")
+
+
+def all_texts(rank: int, world_size: int) -> list[str]:
+    texts = []
+    for case in CASES.values():
+        texts += texts_of(case.fuse(*case.make(rank, True)))
+    given = Inputs().make(rank)
+    functions = [fn for reason in test_refusals.REFUSALS for fn in test_refusals.graphs_of(reason)]
+    functions += [fn for fn, *_ in test_boundaries.NEARLY.values()]
+    functions += [fn for fn, *_ in test_quantized.QUANTIZED.values()]
+    for fn in functions:
+        texts += texts_of(fuse(symbolic_trace(fn), [t.clone() for t in given], comm()))
+    for fn, top_k, _ in test_experts.NEARLY.values():
+        module = test_experts.traced(fn, top_k)
+        texts += texts_of(fuse(module, test_experts.inputs(rank, top_k, torch.bfloat16), comm()))
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    texts += texts_of(fuse(*norm_module(hooked)(given, False), comm()))
+    handle.remove()
+    return texts
+
+
+def sentences() -> dict[str, str]:
+    """Returns the texts of the pass by patterns; docstrings and errors are left out."""
+    found = {}
+    for path in sorted(pathlib.Path(allnorm.compile.__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        others: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr):
+                others.update(ast.walk(node) if isinstance(node.value, ast.Constant) else ())
+            elif isinstance(node, ast.JoinedStr):
+                others.update(part for part in node.values if isinstance(part, ast.Constant))
+            elif isinstance(node, ast.Call):
+                called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                others.update(ast.walk(node) if called in NOT_REASONS else ())
+        for node in ast.walk(tree):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if node in others or not isinstance(node, ast.JoinedStr | ast.Constant):
+                continue
+            words = [p.value if isinstance(p, ast.Constant) else None for p in parts]
+            if not all(word is None or isinstance(word, str) for word in words):
+                continue
+            text = "".join("{}" if word is None else str(word) for word in words)
+            if (
+                len(re.findall("[a-z]{2,}", text)) > 2
+                and " " in text
+                and path.name not in OTHER_FILES
+            ):
+                found[".*".join("" if w is None else re.escape(str(w)) for w in words)] = text
+    return found
+
+
+@on(cpu=(1,))
+def test_every_sentence(pool: RankPool) -> None:
+    (texts,) = pool.run(all_texts)
+    known = dict.fromkeys(ELSEWHERE | GUARDS, 0)
+    for pattern, sentence in sentences().items():
+        parts = [part for part in known if part in sentence]
+        seen = any(re.search(pattern, text, re.DOTALL) for text in texts)
+        assert seen or parts, f"no test for {sentence!r}"
+        for part in parts:
+            known[part] += not seen
+    assert set(known.values()) == {1}, f"remove or correct the entries that are not 1: {known}"
+    here = pathlib.Path(__file__).parent
+    assert all(part in (here / file).read_text() for part, file in ELSEWHERE.items())
+
+
+class LostStore:
+    group_name = "0"
+
+    def settle(self, *_: Any) -> str:
+        raise RuntimeError("connection reset")
+
+
+def test_store_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: Any = LostStore()
+    monkeypatch.setattr(agreement, "verdicts_of", lambda *_: lost)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    reason = agreement.settle(lost, None, [], [])
+    assert reason == "ranks cannot agree: the store of process group 0 fails (connection reset)"
