@@ -267,7 +267,9 @@ def test_not_by_default(pool: RankPool, name: str) -> None:
     assert "approximate_quant=True" in note
 
 
-def left(rank: int, world_size: int, name: str) -> None:
+@on(cpu=(1,))
+@pytest.mark.parametrize("name", LEFT)
+def test_left(rank: int, world_size: int, name: str) -> None:
     inputs = arguments(rank)
     graph = fused(LEFT[name], inputs, None)
     got, scale, y, _ = graph(*inputs)
@@ -276,12 +278,7 @@ def left(rank: int, world_size: int, name: str) -> None:
 
 
 @on(cpu=(1,))
-@pytest.mark.parametrize("name", LEFT)
-def test_left(pool: RankPool, name: str) -> None:
-    pool.run(left, name)
-
-
-def static_shapes(rank: int, world_size: int) -> None:
+def test_static_shapes(rank: int, world_size: int) -> None:
     """Tests given scales of one element, in several shapes, and one that two sites share."""
     want = None
     for shape in ((1,), (), (1, 1)):
@@ -306,11 +303,7 @@ def static_shapes(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(1,))
-def test_static_shapes(pool: RankPool) -> None:
-    pool.run(static_shapes)
-
-
-def dynamo(rank: int, world_size: int) -> None:
+def test_dynamo(rank: int, world_size: int) -> None:
     """Tests graphs of Dynamo with a symbolic number of tokens."""
     inputs = arguments(rank)
     for tensor in inputs[:2]:
@@ -321,8 +314,3 @@ def dynamo(rank: int, world_size: int) -> None:
             report = fuse(graph, None, comm(), approximate_quant=True)
             graph.graph.lint()
             assert report.sites[0].quant == quant, str(report)
-
-
-@on(cpu=(1,))
-def test_dynamo(pool: RankPool) -> None:
-    pool.run(dynamo)

@@ -83,18 +83,14 @@ SHAPES = [
 ]
 
 
-def run_shapes(rank: int, world_size: int, index: int) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("index", range(len(SHAPES)), ids=[fn.__name__ for fn, _ in SHAPES])
+def test_results_have_the_shapes_of_the_graph(rank: int, world_size: int, index: int) -> None:
     fn, norms = SHAPES[index]
     inputs = Inputs().make(rank)
     for module in (torch.fx.symbolic_trace(fn), captured(fn, inputs)):
         given = inputs if len(module.graph.find_nodes(op="placeholder")) == 3 else inputs[::2]
         check_fused(module, given, "rounded", norms=norms, communicator=comm())
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("index", range(len(SHAPES)), ids=[fn.__name__ for fn, _ in SHAPES])
-def test_results_have_the_shapes_of_the_graph(pool: RankPool, index: int) -> None:
-    pool.run(run_shapes, index)
 
 
 # ---- parts of tensors ---------------------------------------------------------------------------
@@ -135,7 +131,8 @@ def reduces(part: Callable[[Any], Any]) -> Any:
     return fn
 
 
-def sum_into_another(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_a_sum_stored_in_another_tensor(rank: int, world_size: int) -> None:
     """Tests an operator that keeps its first tensor and stores the sum in its second one."""
 
     def fn(x, r, w):
@@ -150,7 +147,10 @@ def sum_into_another(rank: int, world_size: int) -> None:
     check_missed(captured(fn, inputs), inputs, reason, **options)
 
 
-def run_parts(rank: int, world_size: int, name: str, v2: bool) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("v2", [True, False])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_not_the_whole(rank: int, world_size: int, name: str, v2: bool) -> None:
     from torch._dynamo.backends.common import aot_autograd
 
     inputs, graphs = Inputs().make(rank), []
@@ -169,18 +169,6 @@ def run_parts(rank: int, world_size: int, name: str, v2: bool) -> None:
         return
     reason = "a part of the tensor" if v2 else "is used by|also used by|not a tensor of the"
     check_missed(module, inputs, reason, **options)
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("v2", [True, False])
-@pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_not_the_whole(pool: RankPool, name: str, v2: bool) -> None:
-    pool.run(run_parts, name, v2)
-
-
-@on(cpu=(2,))
-def test_a_sum_stored_in_another_tensor(pool: RankPool) -> None:
-    pool.run(sum_into_another)
 
 
 # ---- what is returned, and written --------------------------------------------------------------
@@ -215,7 +203,12 @@ class Cached(torch.nn.Module):
         return self.structure(y, h)
 
 
-def run_structure(rank: int, world_size: int, name: str, writes: str) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("writes", ["nothing", "cache", "weight"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_exported_modules_return_what_they_did(
+    rank: int, world_size: int, name: str, writes: str
+) -> None:
     x, r, _ = Inputs().make(rank)
     stock, given = Cached(STRUCTURES[name], writes), Cached(STRUCTURES[name], writes)
     with torch.no_grad():
@@ -233,13 +226,6 @@ def run_structure(rank: int, world_size: int, name: str, writes: str) -> None:
                 if isinstance(b, torch.Tensor):
                     assert (a.shape, a.stride()) == (b.shape, b.stride()), what
                     assert_close_norm(a, b, what)
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("writes", ["nothing", "cache", "weight"])
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_exported_modules_return_what_they_did(pool: RankPool, name: str, writes: str) -> None:
-    pool.run(run_structure, name, writes)
 
 
 def exported_program(rank: int, world_size: int) -> None:

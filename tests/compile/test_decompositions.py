@@ -201,7 +201,8 @@ def test_what_is_not_understood_stays(
     assert words in first
 
 
-def mutating(rank: int, world_size: int) -> None:
+@on(cpu=[2])
+def test_mutating_operators_in_their_wrapper(rank: int, world_size: int) -> None:
     """Tests a mutating operator in its functional wrapper, decomposed to the values it stores."""
     table = TABLE | {"framework::scale_": scaled}
     module, report, actual, expected = fuse_and_run(
@@ -217,11 +218,6 @@ def scales_before_the_norm(x, residual, weight):
     normed = ops.norm(ops.all_reduce(x, "tp"), weight, EPS)
     _, scaled = auto_functionalized(ops.scale_.default, x=normed, factor=weight)
     return (scaled,)
-
-
-@on(cpu=[2])
-def test_mutating_operators_in_their_wrapper(pool: RankPool) -> None:
-    pool.run(mutating)
 
 
 # ---- quantization by operators that store their results ------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import symbolic_trace
 
 from allnorm.compile import fuse
-from allnorm.testing import RankPool, assert_same_bits, rank_input, shared_input
+from allnorm.testing import assert_same_bits, rank_input, shared_input
 
 from .helpers import (
     HIDDEN,
@@ -124,7 +124,9 @@ def norm_of_the_sum_without_the_delta_is_not_used(x, r, w, d, down, up):
     return (h + d,)
 
 
-def check(rank: int, world_size: int, name: str) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", CASES)
+def test_delta(rank: int, world_size: int, name: str) -> None:
     fn, sites, calls = CASES[name]
     module, expected = (symbolic_trace(fn) for _ in range(2))
     for graph in (module, expected):
@@ -146,9 +148,3 @@ def check(rank: int, world_size: int, name: str) -> None:
         assert not nodes_calling(module, "rsqrt", "pow")
     for index, (mine, other) in enumerate(zip(module(*inputs), theirs, strict=True)):
         (assert_close_norm if calls and index == 0 else assert_same_bits)(mine, other, name)
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("name", CASES)
-def test_delta(pool: RankPool, name: str) -> None:
-    pool.run(check, name)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx import symbolic_trace
 
 from allnorm.compile import fuse
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from .helpers import EPS, HIDDEN, Inputs, check_fused, check_missed, llama, reduce
 
@@ -46,7 +46,10 @@ class Block(torch.nn.Module):
         return F.rms_norm(total, (HIDDEN,), weight, EPS), total
 
 
-def run_block(rank: int, world_size: int, how: str, in_place: bool) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("in_place", [False, True], ids=["functional", "in place"])
+@pytest.mark.parametrize("how", ROW)
+def test_weights(rank: int, world_size: int, how: str, in_place: bool) -> None:
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
     for placement in (Replicate(), Shard(0)):
@@ -70,13 +73,6 @@ def run_block(rank: int, world_size: int, how: str, in_place: bool) -> None:
     destroy_groups(rank, world_size)
 
 
-@on(cpu=(2,))
-@pytest.mark.parametrize("in_place", [False, True], ids=["functional", "in place"])
-@pytest.mark.parametrize("how", ROW)
-def test_weights(pool: RankPool, how: str, in_place: bool) -> None:
-    pool.run(run_block, how, in_place)
-
-
 class Calls(torch.nn.Module):
     """A module that calls a graph, because FSDP cannot wrap a GraphModule."""
 
@@ -88,7 +84,8 @@ class Calls(torch.nn.Module):
         return self.module(*given)
 
 
-def gathered(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_gathered_weights(rank: int, world_size: int) -> None:
     """Tests a graph that is fused while FSDP has gathered its weights, and runs when it gathers."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -110,11 +107,7 @@ def gathered(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_gathered_weights(pool: RankPool) -> None:
-    pool.run(gathered)
-
-
-def partials(rank: int, world_size: int) -> None:
+def test_partials(rank: int, world_size: int) -> None:
     """Tests that the reduced tensor and the residual must be plain tensors too."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -123,8 +116,3 @@ def partials(rank: int, world_size: int) -> None:
     check_missed(module, [x, whole], "add computes with residual, a DTensor", communicator=comm())
     check_missed(module, [whole, residual], "it reduces mul, a DTensor", communicator=comm())
     destroy_groups(rank, world_size)
-
-
-@on(cpu=(2,))
-def test_partials(pool: RankPool) -> None:
-    pool.run(partials)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, symbolic_trace
 
 from allnorm.compile import fuse
-from allnorm.testing import RankPool, rank_input
+from allnorm.testing import rank_input
 
 from .helpers import Inputs, check_fused, gemma, llama, reduce, rstd
 
@@ -145,7 +145,9 @@ def four_in_order_without_weights(rows, weights, shared, top_k):
     return total.to(bf16)
 
 
-def run_sum(rank: int, world_size: int, name: str) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", SUMS)
+def test_sum(rank: int, world_size: int, name: str) -> None:
     fn, top_k, dtype = SUMS[name]
     given = inputs(rank, top_k, dtype)
     numerics = "rounded" if dtype == torch.float32 else "transformers"
@@ -155,12 +157,6 @@ def run_sum(rank: int, world_size: int, name: str) -> None:
     assert "sum of" in str(report)
     left = [str(node.target).split(".")[-1] for node in graph.graph.nodes if node.op != "output"]
     assert not {"sum", "select", "zeros_like"}.intersection(left), graph.graph
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("name", SUMS)
-def test_sum(pool: RankPool, name: str) -> None:
-    pool.run(run_sum, name)
 
 
 @nearly(8, "PyTorch adds 8 rows in an unspecified order")
@@ -211,7 +207,9 @@ def a_row_is_added(rows, weights, shared, top_k):
     return (rows.float() * weights[..., None]).sum(1).add(shared[:1]).to(bf16)
 
 
-def run_nearly(rank: int, world_size: int, name: str) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", NEARLY)
+def test_nearly(rank: int, world_size: int, name: str) -> None:
     """Checks that everything but the sum over experts is fused."""
     fn, top_k, reason = NEARLY[name]
     given = inputs(rank, top_k, bf16)
@@ -222,12 +220,7 @@ def run_nearly(rank: int, world_size: int, name: str) -> None:
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("name", NEARLY)
-def test_nearly(pool: RankPool, name: str) -> None:
-    pool.run(run_nearly, name)
-
-
-def other_readers(rank: int, world_size: int) -> None:
+def test_other_readers(rank: int, world_size: int) -> None:
     """Tests other readers of the sum, sums that are not matrices, and a chain without a zero."""
 
     def needed(rows, weights, shared, residual, weight):
@@ -257,11 +250,7 @@ def other_readers(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_other_readers(pool: RankPool) -> None:
-    pool.run(other_readers)
-
-
-def operator_of_the_caller(rank: int, world_size: int) -> None:
+def test_operator_of_the_caller(rank: int, world_size: int) -> None:
     """Tests an operator that is decomposed to a sum in order, and a post norm after it."""
 
     def block(rows, weights, shared, residual, weight):
@@ -284,19 +273,10 @@ def operator_of_the_caller(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_operator_of_the_caller(pool: RankPool) -> None:
-    pool.run(operator_of_the_caller)
-
-
-def zeros_as_a_residual(rank: int, world_size: int) -> None:
+def test_zeros_as_a_residual(rank: int, world_size: int) -> None:
     def block(x, residual, weight):
         residual = reduce(x) + torch.zeros_like(residual)
         return llama(residual, weight), residual
 
     given = Inputs().make(rank)
     check_fused(symbolic_trace(block), given, "transformers", communicator=comm())
-
-
-@on(cpu=(2,))
-def test_zeros_as_a_residual(pool: RankPool) -> None:
-    pool.run(zeros_as_a_residual)

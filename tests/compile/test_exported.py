@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from allnorm.compile import fuse
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from .helpers import EPS, HIDDEN, Inputs, fused_calls
 
@@ -47,7 +47,9 @@ class Model(torch.nn.Module):
         return STRUCTURES[self.structure](F.rms_norm(h, (HIDDEN,), self.weight, EPS), h)
 
 
-def exported(rank: int, world_size: int, structure: str) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_exported(rank: int, world_size: int, structure: str) -> None:
     x, residual, weight = Inputs().make(rank)
     expected = Model(weight, structure)(x, residual)
     for kind in ("guarded", "unguarded", "graph"):
@@ -73,9 +75,3 @@ def exported(rank: int, world_size: int, structure: str) -> None:
         if kind == "guarded":
             with pytest.raises(AssertionError, match="Guard failed"):
                 run(x[:3], residual[:3])
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_exported(pool: RankPool, structure: str) -> None:
-    pool.run(exported, structure)

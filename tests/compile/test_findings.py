@@ -33,7 +33,7 @@ bf16 = torch.bfloat16
 FUNCTIONAL = torch.ops._c10d_functional
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_bias_before_the_residual(rank: int, world_size: int) -> None:
     """Tests a bias: the reduction runs alone, and one local call adds and norms after rounding."""
 
@@ -64,7 +64,7 @@ def normed(graph: Graph, total, w):
     return graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS))
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_view_reduced_in_place(rank: int, world_size: int) -> None:
     graph = Graph()
     x, r, w = map(graph.placeholder, "xrw")
@@ -81,7 +81,7 @@ def test_view_reduced_in_place(rank: int, world_size: int) -> None:
     check_fused(module, inputs, ["rounded", "rounded"], norms=2, communicator=comm())
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_tied_parameter(rank: int, world_size: int) -> None:
     root = torch.nn.Module()
     root.norm = torch.nn.RMSNorm(HIDDEN, dtype=bf16, eps=EPS).requires_grad_(False)
@@ -105,7 +105,7 @@ def test_tied_parameter(rank: int, world_size: int) -> None:
     assert_same_bits(module.tied.weight, weight, "the parameter, afterwards")
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_gradient_of_the_weight(rank: int, world_size: int) -> None:
     """The weight's gradient is that of the multiplication, which stays in the graph."""
     x, r, w = Inputs().make(rank)
@@ -122,7 +122,7 @@ def test_gradient_of_the_weight(rank: int, world_size: int) -> None:
     torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-2)
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_numbers(rank: int, world_size: int) -> None:
     """Tests constants by keyword, and numbers that a run computes."""
     inputs = Inputs().make(rank)
@@ -157,7 +157,7 @@ def dump(x: torch.Tensor) -> None:
 dump.register_fake(lambda x: None)
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_operators_without_results(rank: int, world_size: int) -> None:
     """Tests that operators without results, and prints, run as often as before."""
     inputs, op = Inputs().make(rank), torch.ops.allnorm_findings.dump.default
@@ -180,7 +180,7 @@ def test_operators_without_results(rank: int, world_size: int) -> None:
     assert any(node.target is print for node in module.graph.nodes)
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_missed_site_beside_a_fused_one(rank: int, world_size: int) -> None:
     """Tests that a missed site does not prevent the fusion of other sites."""
     group = dist.new_group(list(range(world_size)))
@@ -194,7 +194,7 @@ def test_missed_site_beside_a_fused_one(rank: int, world_size: int) -> None:
     dist.destroy_process_group(group)
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_different_number_of_tokens(rank: int, world_size: int) -> None:
     """Tests graphs fused at 24 tokens and run at 7, functional and made functional."""
 
@@ -220,7 +220,7 @@ def test_different_number_of_tokens(rank: int, world_size: int) -> None:
         torch.testing.assert_close(got[0].float(), want[0].float(), rtol=0.1, atol=0.1)
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_graphs_of_branches(rank: int, world_size: int) -> None:
     root = torch.nn.Module()
     root.yes, root.no = symbolic_trace(summed(llama)), symbolic_trace(lambda x, r, w: (x, r))
@@ -233,7 +233,7 @@ def test_graphs_of_branches(rank: int, world_size: int) -> None:
     assert "pass example_inputs" in site.reason
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_inputs_that_share_memory_later(rank: int, world_size: int) -> None:
     def fn(x, r, o, w):
         d = reduce(x)
@@ -251,7 +251,7 @@ def test_inputs_that_share_memory_later(rank: int, world_size: int) -> None:
         assert_close_norm(mine, theirs, "apart")
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_memory_of_results(rank: int, world_size: int) -> None:
     """Tests that results share memory with inputs and each other as before."""
 
@@ -274,7 +274,7 @@ def test_memory_of_results(rank: int, world_size: int) -> None:
     assert got[3].data_ptr() == got[4].data_ptr()
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_inputs_copied_before_they_are_written(rank: int, world_size: int) -> None:
     def fn(x, r, o, w):
         o.copy_(x)
@@ -287,7 +287,7 @@ def test_inputs_copied_before_they_are_written(rank: int, world_size: int) -> No
     check_fused(graph, [x, r, r.clone(), w], "transformers", communicator=comm())
 
 
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_wait_returns_the_tensor_reduced_in_place(rank: int, world_size: int) -> None:
     graph = Graph()
     x, r, w = map(graph.placeholder, "xrw")
@@ -300,7 +300,7 @@ def test_wait_returns_the_tensor_reduced_in_place(rank: int, world_size: int) ->
 
 
 @pytest.mark.slow
-@on(cpu=(2,), timeout=120.0)
+@on(cpu=(2,))
 def test_training(rank: int, world_size: int) -> None:
     def fn(x, r, w):
         total = funcol.all_reduce(x, "sum", dist.group.WORLD) + r

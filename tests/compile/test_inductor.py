@@ -118,7 +118,9 @@ def oldest_name(c: allnorm.Communicator) -> str:
     )
 
 
-def end_to_end(rank: int, world_size: int, how: str) -> None:
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("how", ["dist", "functional", "allnorm"])
+def test_end_to_end(rank: int, world_size: int, how: str) -> None:
     c = comm()
     model = Layers(c.name if how == "allnorm" else how)
     x, residual = arguments(rank)
@@ -141,12 +143,7 @@ def end_to_end(rank: int, world_size: int, how: str) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("how", ["dist", "functional", "allnorm"])
-def test_end_to_end(pool: RankPool, how: str) -> None:
-    pool.run(end_to_end, how)
-
-
-def unfused_algorithm(rank: int, world_size: int) -> None:
+def test_unfused_algorithm(rank: int, world_size: int) -> None:
     """Compares the fused graph with the original graph that reduces by allnorm's unfused path."""
     c = comm()
     model = Layers("functional")
@@ -159,12 +156,8 @@ def unfused_algorithm(rank: int, world_size: int) -> None:
     assert float((got[0] != want[0]).float().mean()) < 0.005
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_unfused_algorithm(pool: RankPool) -> None:
-    pool.run(unfused_algorithm)
-
-
-def toggled(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_toggled(rank: int, world_size: int) -> None:
     """Tests that no cache returns a graph that was compiled with a different pass."""
     c, other = comm(), allnorm.Communicator(device=device())
     model, (x, residual) = Layers("functional"), arguments(rank)
@@ -189,11 +182,6 @@ def toggled(rank: int, world_size: int) -> None:
         torch._dynamo.reset()
         results = compiled(model, allnorm.compile.inductor_pass(c))(x, residual)
         assert_same_bits(results[0], expected[0], "after the other has been closed")
-
-
-@on(cpu=(2,))
-def test_toggled(pool: RankPool) -> None:
-    pool.run(toggled)
 
 
 def served(rank: int, world_size: int, folder: str, given: bool) -> tuple[int, str]:
@@ -232,7 +220,8 @@ def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
     assert reports[1] == ([0, 0] if given else [1, 1])
 
 
-def made_while_compiling(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_made_while_compiling(rank: int, world_size: int) -> None:
     """Tests that communicators are made outside Inductor's dispatcher, where they may hang."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
@@ -255,11 +244,7 @@ def made_while_compiling(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_made_while_compiling(pool: RankPool) -> None:
-    pool.run(made_while_compiling)
-
-
-def dropped_while_open(rank: int, world_size: int) -> None:
+def test_dropped_while_open(rank: int, world_size: int) -> None:
     """Tests that all ranks or none use a dropped communicator, and that graphs keep theirs."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
@@ -293,12 +278,8 @@ def dropped_while_open(rank: int, world_size: int) -> None:
     groups._named.pop().close()
 
 
-@on(cpu=(2,))
-def test_dropped_while_open(pool: RankPool) -> None:
-    pool.run(dropped_while_open, timeout=60.0)
-
-
-def keys(rank: int, world_size: int) -> None:
+@on(cpu=(1,))
+def test_keys(rank: int, world_size: int) -> None:
     """Tests the pass's part of Inductor's cache keys."""
     make = allnorm.compile.inductor_pass
     c = comm()
@@ -328,12 +309,8 @@ def keys(rank: int, world_size: int) -> None:
     assert changed != make(c).uuid(), "another environment"
 
 
-@on(cpu=(1,))
-def test_keys(pool: RankPool) -> None:
-    pool.run(keys)
-
-
-def dynamic(rank: int, world_size: int) -> None:
+@on(cpu=(2,), gpu=(2,))
+def test_dynamic(rank: int, world_size: int) -> None:
     """Tests that one compiled graph serves every number of tokens."""
     fusion = allnorm.compile.inductor_pass(comm())
     weight = shared_input((HIDDEN,), bf16, "weight", device=device())
@@ -356,11 +333,6 @@ def dynamic(rank: int, world_size: int) -> None:
     (report,) = fusion.reports
     assert len(report.fused) == 1
     assert isinstance(report.sites[0].shape[0], str)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_dynamic(pool: RankPool) -> None:
-    pool.run(dynamic)
 
 
 def quantized(rank: int, world_size: int) -> None:
@@ -393,7 +365,9 @@ def test_quantized(pool: RankPool) -> None:
     pool.run(quantized)
 
 
-def training(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on(cpu=(2,))
+def test_training(rank: int, world_size: int) -> None:
     """Tests that a fused forward keeps its gradients: Inductor's graphs come after autograd."""
     torch._dynamo.reset()
     gradients = []
@@ -409,12 +383,6 @@ def training(rank: int, world_size: int) -> None:
     assert any(report.fused for report in fusion.reports), [str(r) for r in fusion.reports]
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-1)
-
-
-@pytest.mark.slow
-@on(cpu=(2,))
-def test_training(pool: RankPool) -> None:
-    pool.run(training)
 
 
 class Boundaries(torch.nn.Module):
@@ -454,8 +422,9 @@ class Boundaries(torch.nn.Module):
         return run([experts] * ranks, residual, w[3], EPS, scale=0.22, **mode)
 
 
+@on(cpu=(2,))
 @torch.no_grad()
-def boundaries(rank: int, world_size: int) -> None:
+def test_boundaries(rank: int, world_size: int) -> None:
     model = Boundaries()
     xs, residual = [arguments(peer)[0] for peer in range(world_size)], arguments(0)[1]
     with inductor_caches():
@@ -471,8 +440,3 @@ def boundaries(rank: int, world_size: int) -> None:
     assert calls(code) == (3, 0)
     for mine, theirs in zip(got, model.expected(xs, residual), strict=True):
         assert_same_bits(mine, theirs, "compiled")
-
-
-@on(cpu=(2,))
-def test_boundaries(pool: RankPool) -> None:
-    pool.run(boundaries)

@@ -204,7 +204,8 @@ def test_quantized(pool: RankPool, name: str) -> None:
     pool.run(run, name)
 
 
-def bits(rank: int, world_size: int) -> None:
+@on(cpu=(1, 3))
+def test_bits(rank: int, world_size: int) -> None:
     """Tests that each fused quantization has the bytes of the reference."""
     c = comm()
     xs = [Inputs().make(r)[0] for r in range(world_size)]
@@ -247,12 +248,8 @@ def bits(rank: int, world_size: int) -> None:
             assert_same_bits(scale, want.scale, "scale")
 
 
-@on(cpu=(1, 3))
-def test_bits(pool: RankPool) -> None:
-    pool.run(bits)
-
-
-def dynamo(rank: int, world_size: int) -> None:
+@on(cpu=(1,))
+def test_dynamo(rank: int, world_size: int) -> None:
     """Tests graphs of Dynamo with a symbolic number of tokens."""
     inputs = Inputs().make(rank)
     for tensor in inputs[:2]:
@@ -274,8 +271,3 @@ def dynamo(rank: int, world_size: int) -> None:
             report = fuse(graph, None, comm())
             graph.graph.lint()
             assert report.sites[0].quant == quant, str(report)
-
-
-@on(cpu=(1,))
-def test_dynamo(pool: RankPool) -> None:
-    pool.run(dynamo)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, symbolic_trace
 import allnorm
 from allnorm import reference
 from allnorm.compile import agreement, groups
-from allnorm.testing import RankPool, assert_same_bits, run_ranks, shared_input
+from allnorm.testing import assert_same_bits, run_ranks, shared_input
 
 from .helpers import HIDDEN, Inputs, llama, open_names, reduce
 from .test_inductor import arguments, compiled, inductor_caches
@@ -94,7 +94,12 @@ class Rank:
         dist.destroy_process_group(self.group)
 
 
-def differs(rank: int, world_size: int, given: bool, odd: int) -> None:
+@on(cpu=(2, 3))
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_one_rank_looks_at_the_reduced_tensor(
+    rank: int, world_size: int, given: bool, odd: int
+) -> None:
     """Tests a graph that reads the reduced tensor on one rank: no rank fuses."""
     me = Rank(given)
     for _ in range(2):
@@ -108,14 +113,8 @@ def differs(rank: int, world_size: int, given: bool, odd: int) -> None:
     me.end()
 
 
-@on(cpu=(2, 3))
-@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
-@pytest.mark.parametrize("odd", [0, 1])
-def test_one_rank_looks_at_the_reduced_tensor(pool: RankPool, given: bool, odd: int) -> None:
-    pool.run(differs, given, odd, timeout=120.0)
-
-
-def other_reductions(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_graphs_of_different_kinds(rank: int, world_size: int) -> None:
     me = Rank(True)
     reason = me.fuse(twice if rank else fusable)
     assert f"rank {1 if rank == 0 else 0} of the group compiles a graph with different" in reason
@@ -123,11 +122,8 @@ def other_reductions(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_graphs_of_different_kinds(pool: RankPool) -> None:
-    pool.run(other_reductions)
-
-
-def alone(rank: int, world_size: int, given: bool) -> None:
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+def test_one_rank_compiles(rank: int, world_size: int, given: bool) -> None:
     """Tests graphs that rank 1 does not compile, but runs unfused."""
     me = Rank(given, patience_s=0.5)
     before = open_names()
@@ -148,12 +144,7 @@ def alone(rank: int, world_size: int, given: bool) -> None:
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
-def test_one_rank_compiles(pool: RankPool, given: bool) -> None:
-    pool.run(alone, given)
-
-
-def other_order(rank: int, world_size: int) -> None:
+def test_graphs_come_in_different_orders(rank: int, world_size: int) -> None:
     me = Rank(True)
     began = time.monotonic()
     fns = [fusable, twice] if rank == 0 else [twice, fusable]
@@ -169,11 +160,7 @@ def other_order(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_graphs_come_in_different_orders(pool: RankPool) -> None:
-    pool.run(other_order)
-
-
-def again(rank: int, world_size: int) -> None:
+def test_one_rank_compiles_again(rank: int, world_size: int) -> None:
     """Tests a rank that compiles again, alone: it must fuse as all ranks did before."""
     me = Rank(True, patience_s=30.0)
     assert me.fuse(fusable) == ""
@@ -194,11 +181,6 @@ def again(rank: int, world_size: int) -> None:
         with pytest.raises(allnorm.AllnormError, match="may be waiting in a fused call"):
             me.fuse(looked_at)
     me.end()
-
-
-@on(cpu=(2,))
-def test_one_rank_compiles_again(pool: RankPool) -> None:
-    pool.run(again)
 
 
 class Block(torch.nn.Module):

@@ -14,7 +14,6 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 import allnorm
 from allnorm.compile import fuse
-from allnorm.testing import RankPool
 
 from .helpers import (
     EPS,
@@ -209,7 +208,9 @@ REFUSALS = {
 }
 
 
-def run_refusal(rank: int, world_size: int, reason: str) -> None:
+@on(cpu=(1,))
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_refusal(rank: int, world_size: int, reason: str) -> None:
     for fn in graphs_of(reason):
         check_missed(symbolic_trace(fn), Inputs().make(rank), reason, communicator=comm())
 
@@ -219,13 +220,8 @@ def graphs_of(reason):
     return graphs if isinstance(graphs, tuple) else (graphs,)
 
 
-@on(cpu=(1,))
-@pytest.mark.parametrize("reason", REFUSALS)
-def test_refusal(pool: RankPool, reason: str) -> None:
-    pool.run(run_refusal, reason)
-
-
-def two_communicators(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_two_communicators(rank: int, world_size: int) -> None:
     """Tests a graph with two groups: a given communicator fuses only its own group's."""
     other = dist.new_group([0, 1])
 
@@ -257,12 +253,8 @@ def two_communicators(rank: int, world_size: int) -> None:
     dist.destroy_process_group(other)
 
 
-@on(cpu=(2,))
-def test_two_communicators(pool: RankPool) -> None:
-    pool.run(two_communicators)
-
-
-def gradients(rank: int, world_size: int) -> None:
+@on(cpu=(1,))
+def test_gradients(rank: int, world_size: int) -> None:
     """Tests that graphs whose results need a gradient stay unfused."""
     x, residual, w = Inputs().make(rank)
 
@@ -277,18 +269,14 @@ def gradients(rank: int, world_size: int) -> None:
     assert fuse(graph, None, comm()).fused
 
 
-@on(cpu=(1,))
-def test_gradients(pool: RankPool) -> None:
-    pool.run(gradients)
-
-
 def own_reduction(x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
     dist.all_reduce(x)
     return x
 
 
-def python_reductions(rank: int, world_size: int) -> None:
+@on(cpu=(1,))
+def test_python_reductions(rank: int, world_size: int) -> None:
     """Tests an asynchronous reduction, and a function with unknown effects."""
 
     def graph_of(target, **options):
@@ -309,11 +297,7 @@ def python_reductions(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(1,))
-def test_python_reductions(pool: RankPool) -> None:
-    pool.run(python_reductions)
-
-
-def errors(rank: int, world_size: int) -> None:
+def test_errors(rank: int, world_size: int) -> None:
     inputs = Inputs().make(rank)
     graph = symbolic_trace(lambda x, residual, w: llama(reduce(x) + residual, w))
     calls = [
@@ -339,11 +323,6 @@ def errors(rank: int, world_size: int) -> None:
         assert "is closed" in message_of(allnorm.CommunicatorClosedError, call)
     expected = "expected an allnorm.Communicator"
     assert expected in message_of(TypeError, lambda: allnorm.compile.inductor_pass("0"))
-
-
-@on(cpu=(1,))
-def test_errors(pool: RankPool) -> None:
-    pool.run(errors)
 
 
 def test_without_process_group() -> None:

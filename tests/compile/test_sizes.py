@@ -17,7 +17,6 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from allnorm.compile import fuse
-from allnorm.testing import RankPool
 
 from .helpers import llama, nodes_calling, reduce
 from .test_random_contents import HIDDEN, ints, one
@@ -96,7 +95,10 @@ def answers(module: GraphModule, inputs: Sequence[Tensor]) -> list[Tensor] | str
     return [results] if isinstance(results, Tensor) else list(results)
 
 
-def sizes(rank: int, world_size: int, name: str, tokens: int) -> None:
+@on(cpu=(2,))
+@pytest.mark.parametrize("tokens", [4, 6])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sizes(rank: int, world_size: int, name: str, tokens: int) -> None:
     given, module = symbolic_trace(Of(GRAPHS[name])), symbolic_trace(Of(GRAPHS[name]))
     refused = set()
     with torch.no_grad():
@@ -122,24 +124,14 @@ def sizes(rank: int, world_size: int, name: str, tokens: int) -> None:
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("tokens", [4, 6])
-@pytest.mark.parametrize("name", GRAPHS)
-def test_sizes(pool: RankPool, name: str, tokens: int) -> None:
-    pool.run(sizes, name, tokens)
-
-
-@on(cpu=(2,))
 @pytest.mark.parametrize("seed", [71999873758, 71999873776])
-def test_programs(pool: RankPool, seed: int) -> None:
+def test_programs(rank: int, world_size: int, seed: int) -> None:
     """Tests programs with views that fit only the sizes of the examples."""
-    pool.run(program, seed)
-
-
-def program(rank: int, world_size: int, seed: int) -> None:
     assert one(rank, seed) is not None
 
 
-def traced_sizes(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_sizes_that_only_the_tracer_knows(rank: int, world_size: int) -> None:
     """Tests a graph of `make_fx`, which treats two views as equal at 4 tokens."""
 
     def layer(x: Tensor) -> Tensor:
@@ -154,8 +146,3 @@ def traced_sizes(rank: int, world_size: int) -> None:
     assert given(ints(rank, 3, 8)[0]).shape == (2, 4, HIDDEN)
     with pytest.raises(ValueError, match="Fuse the graph again"):
         module(ints(rank, 3, 8)[0])
-
-
-@on(cpu=(2,))
-def test_sizes_that_only_the_tracer_knows(pool: RankPool) -> None:
-    pool.run(traced_sizes)

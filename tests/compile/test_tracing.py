@@ -47,7 +47,8 @@ class Block(torch.nn.Module):
         return self.norm(residual), residual
 
 
-def modules(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_modules(rank: int, world_size: int) -> None:
     """Tests torch.nn.RMSNorm as a module call, with and without eps and weight."""
     x, residual, _ = Inputs().make(rank)
     for arguments in ({}, {"eps": 1e-3}, {"elementwise_affine": False}, {"dtype": torch.float32}):
@@ -65,11 +66,6 @@ def modules(rank: int, world_size: int) -> None:
                 assert_same_bits(graph(x, residual)[0], again * 2, "with another weight")
 
 
-@on(cpu=(2,))
-def test_modules(pool: RankPool) -> None:
-    pool.run(modules)
-
-
 def in_place_graph(target: Any, arguments: Sequence[Any], *, clone: bool) -> GraphModule:
     """Makes a graph that calls `target(x, ...)` in place, then adds a residual and norms."""
     graph = Graph()
@@ -84,7 +80,8 @@ def in_place_graph(target: Any, arguments: Sequence[Any], *, clone: bool) -> Gra
     return GraphModule(torch.nn.Module(), graph)
 
 
-def in_place_reductions(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_in_place_reductions(rank: int, world_size: int) -> None:
     inputs = Inputs().make(rank)
     forms = [
         (torch.distributed.all_reduce, ()),
@@ -98,11 +95,7 @@ def in_place_reductions(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_in_place_reductions(pool: RankPool) -> None:
-    pool.run(in_place_reductions)
-
-
-def functional_collectives(rank: int, world_size: int) -> None:
+def test_functional_collectives(rank: int, world_size: int) -> None:
     """Tests the Python function with a group name."""
     graph = Graph()
     x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
@@ -114,11 +107,7 @@ def functional_collectives(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_functional_collectives(pool: RankPool) -> None:
-    pool.run(functional_collectives)
-
-
-def as_dynamo_traces(rank: int, world_size: int) -> None:
+def test_as_dynamo_traces(rank: int, world_size: int) -> None:
     """Tests Dynamo's form of dist.all_reduce: a functional collective and a copy."""
     x, residual, w = Inputs().make(rank)
 
@@ -162,11 +151,6 @@ def as_dynamo_traces(rank: int, world_size: int) -> None:
             check_fused(graph, ordered, modes, communicator=comm())
 
 
-@on(cpu=(2,))
-def test_as_dynamo_traces(pool: RankPool) -> None:
-    pool.run(as_dynamo_traces)
-
-
 @functools.cache
 def mylib() -> torch.library.Library:
     """Defines custom reductions, functional and in place."""
@@ -189,7 +173,8 @@ def mylib() -> torch.library.Library:
     return library
 
 
-def custom_operators(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_custom_operators(rank: int, world_size: int) -> None:
     mylib()
     x, residual, w = Inputs().make(rank)
 
@@ -228,12 +213,8 @@ def custom_operators(rank: int, world_size: int) -> None:
     )
 
 
-@on(cpu=(2,))
-def test_custom_operators(pool: RankPool) -> None:
-    pool.run(custom_operators)
-
-
-def bits(rank: int, world_size: int) -> None:
+@on(cpu=(1, 2, 3))
+def test_bits(rank: int, world_size: int) -> None:
     """Tests reductions by allnorm itself: bit-identical to the reference."""
     c, case = comm(), Inputs(shape=(7, HIDDEN))
     xs = [case.make(r)[0] for r in range(world_size)]
@@ -251,12 +232,8 @@ def bits(rank: int, world_size: int) -> None:
         assert_same_bits(mine, theirs, "fused graph")
 
 
-@on(cpu=(1, 2, 3))
-def test_bits(pool: RankPool) -> None:
-    pool.run(bits)
-
-
-def decomposed(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_decomposed(rank: int, world_size: int) -> None:
     """Tests F.rms_norm as decomposed by make_fx, with an in-place addition."""
     inputs = Inputs().make(rank)
 
@@ -271,11 +248,7 @@ def decomposed(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_decomposed(pool: RankPool) -> None:
-    pool.run(decomposed)
-
-
-def dynamic(rank: int, world_size: int) -> None:
+def test_dynamic(rank: int, world_size: int) -> None:
     """Tests a symbolic number of tokens, which the report shows."""
 
     def block(x, residual, w):
@@ -307,11 +280,7 @@ def dynamic(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_dynamic(pool: RankPool) -> None:
-    pool.run(dynamic)
-
-
-def nested(rank: int, world_size: int) -> None:
+def test_nested(rank: int, world_size: int) -> None:
     """Tests nested graphs, as torch.fx.passes.split_module makes them, in a list of modules."""
     inputs = Inputs().make(rank)
 
@@ -334,11 +303,6 @@ def nested(rank: int, world_size: int) -> None:
         assert fused_calls(module.get_submodule("layers.0"))
         for mine, theirs in zip(module(*inputs), want, strict=True):
             assert_same_bits(mine, theirs, "nested")
-
-
-@on(cpu=(2,))
-def test_nested(pool: RankPool) -> None:
-    pool.run(nested)
 
 
 def ordered(rank: int, world_size: int) -> None:
