@@ -14,8 +14,7 @@ from torch.fx import symbolic_trace
 import allnorm
 from allnorm import reference
 from allnorm.compile import fuse
-from allnorm.quant import Quant
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from .helpers import (
     FP8,
@@ -27,6 +26,7 @@ from .helpers import (
     gemma,
     nodes_calling,
     reduce,
+    table,
 )
 
 LEAST_SCALE = 1 / (448.0 * 512.0)
@@ -74,7 +74,7 @@ def token_with_least_amax(y, _):
     return cast(y.float() * scale.reciprocal()), scale
 
 
-def token_with_another_least_amax(y, _):
+def token_with_a_different_least_amax(y, _):
     scale = over_rows(y).clamp(min=1 / 512) / 448.0
     return cast(y.float() / scale), scale
 
@@ -86,48 +86,29 @@ def group(y, _):
     return cast(groups / scale).view(-1, HIDDEN), scale.squeeze(-1).reshape(24, HIDDEN // 128)
 
 
-TAKEN: dict[str, tuple[Callable[..., Any], str]] = {
-    **{form.__name__: (form, "per_tensor") for form in (static, static_by_one_over_the_scale)},
-    **{
-        form.__name__: (form, "per_token")
-        for form in (
-            *(token, token_by_amax, token_divided, token_without_clamp, token_with_least_amax),
-            token_with_another_least_amax,
-        )
-    },
-    "group": (group, "per_group 128"),
+TAKEN = {
+    **table("per_tensor", static, static_by_one_over_the_scale),
+    **table(
+        "per_token",
+        token,
+        token_by_amax,
+        token_divided,
+        token_without_clamp,
+        token_with_least_amax,
+        token_with_a_different_least_amax,
+    ),
+    **table("per_group 128", group),
 }
 
 
-# Quantizations that are never fused.
+def by_token(scale_of):
+    """Returns a form whose scale is `scale_of(amax)` of each row."""
 
+    def form(y, _):
+        scale = scale_of(over_rows(y))
+        return cast(y.float() * scale.reciprocal()), scale
 
-def least_scale_above_all(y, _):
-    return token_with(y, lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE * 1.001))
-
-
-def least_amax_above_all(y, _):
-    return token_with(y, lambda amax: amax.clamp(min=1 / 511) / 448.0)
-
-
-def no_least(y, _):
-    return token_with(y, lambda amax: amax / 448.0)
-
-
-def negative_least(y, _):
-    return token_with(y, lambda amax: (amax / 448.0).clamp(min=-1.0))
-
-
-def bounded_above(y, _):
-    return token_with(y, lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE, max=1.0))
-
-
-def by_the_reciprocal_of_448(y, _):
-    return token_with(y, lambda amax: (amax * (1 / 448.0)).clamp(min=LEAST_SCALE))
-
-
-def reciprocal_that_is_given(y, scale):
-    return cast(y.float() * scale), scale
+    return form
 
 
 def reciprocal_in_16_bits(y, _):
@@ -135,27 +116,23 @@ def reciprocal_in_16_bits(y, _):
     return cast(y.float() * scale.reciprocal().half()), scale
 
 
-def static_without_clamp(y, scale):
-    return (y.float() * scale.reciprocal()).to(FP8), scale
-
-
 def one_scale_for_all(y, _):
     scale = (y.abs().max().unsqueeze(-1).float() / 448.0).clamp(min=LEAST_SCALE)
     return cast(y.float() * scale.reciprocal()), scale
 
 
-def token_with(y: Any, scale_of: Callable[[Any], Any]) -> Any:
-    scale = scale_of(over_rows(y))
-    return cast(y.float() * scale.reciprocal()), scale
-
-
+# Quantizations that are never fused.
 LEFT = {
-    form.__name__: form
-    for form in (
-        *(least_scale_above_all, least_amax_above_all, no_least, negative_least, bounded_above),
-        *(by_the_reciprocal_of_448, reciprocal_that_is_given, reciprocal_in_16_bits),
-        *(static_without_clamp, one_scale_for_all),
-    )
+    "least_scale_too_large": by_token(lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE * 1.001)),
+    "least_amax_too_large": by_token(lambda amax: amax.clamp(min=1 / 511) / 448.0),
+    "no_least": by_token(lambda amax: amax / 448.0),
+    "negative_least": by_token(lambda amax: (amax / 448.0).clamp(min=-1.0)),
+    "bounded_above": by_token(lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE, max=1.0)),
+    "by_the_reciprocal_of_448": by_token(lambda amax: (amax * (1 / 448.0)).clamp(min=LEAST_SCALE)),
+    "reciprocal_as_an_input": lambda y, scale: (cast(y.float() * scale), scale),
+    "reciprocal_in_16_bits": reciprocal_in_16_bits,
+    "static_without_clamp": lambda y, scale: ((y.float() * scale.reciprocal()).to(FP8), scale),
+    "one_scale_for_all": one_scale_for_all,
 }
 
 
@@ -197,24 +174,20 @@ def fused(form: Callable[..., Any], inputs: list[Tensor], quant: str | None) -> 
     return graph
 
 
-def spec_of(quant: str) -> Quant:
-    kinds: dict[str, Quant] = {
-        "per_tensor": allnorm.Fp8PerTensor(torch.tensor([STATIC])),
-        "per_token": allnorm.Fp8PerToken(),
-        "per_group 128": allnorm.Fp8PerGroup(128),
-    }
-    return kinds[quant]
-
-
-def taken(rank: int, world_size: int, name: str) -> int:
-    """Returns the reference's bytes; where written-out ones differ from them; how often they do."""
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(rank: int, world_size: int, name: str) -> None:
+    """Compares with the bytes of the reference, and bounds their differences from the form's."""
     form, quant = TAKEN[name]
     inputs = arguments(rank)
     got, scale, y, total = fused(form, inputs, quant)(*inputs)
     xs = [arguments(peer)[0] for peer in range(world_size)]
-    want = reference.all_reduce_add_rms_norm_quant(
-        xs, *inputs[1:3], 1e-5, spec_of(quant), weight_bias=1.0
-    )
+    spec = {
+        "per_tensor": allnorm.Fp8PerTensor(torch.tensor([STATIC])),
+        "per_token": allnorm.Fp8PerToken(),
+        "per_group 128": allnorm.Fp8PerGroup(128),
+    }[quant]
+    want = reference.all_reduce_add_rms_norm_quant(xs, *inputs[1:3], 1e-5, spec, weight_bias=1.0)
     assert_same_bits(got, want.quantized, "quantized")
     assert_same_bits(total, want.residual, "residual")
     written, written_scale = form(y, inputs[3])
@@ -240,31 +213,19 @@ def taken(rank: int, world_size: int, name: str) -> int:
     theirs = written.view(rows.shape).view(torch.uint8)
     close = torch.stack([theirs == each for each in bytes_of]).any(0)
     assert bool(close[large].all())
-    return int((theirs != bytes_of[0])[large].sum())
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("name", TAKEN)
-def test_taken(pool: RankPool, name: str) -> None:
-    differ = pool.run(taken, name)
-    if name == "static":
-        assert differ[0] > 0, "no tie, which the bound is about, was among the quotients"
-
-
-def by_default(rank: int, world_size: int, name: str) -> tuple[str | None, str]:
-    graph = symbolic_trace(block(TAKEN[name][0]))
-    (site,) = fuse(graph, arguments(rank), comm()).sites
-    assert site.fused
-    assert nodes_calling(graph, "clamp", "to")
-    return site.quant, site.note
+    if name == "static" and rank == 0:
+        assert (theirs != bytes_of[0])[large].any(), "no quotient is a tie, as in the bound"
 
 
 @on(cpu=(1,))
 @pytest.mark.parametrize("name", TAKEN)
-def test_not_by_default(pool: RankPool, name: str) -> None:
-    ((quant, note),) = pool.run(by_default, name)
-    assert quant is None
-    assert "approximate_quant=True" in note
+def test_not_by_default(rank: int, world_size: int, name: str) -> None:
+    graph = symbolic_trace(block(TAKEN[name][0]))
+    (site,) = fuse(graph, arguments(rank), comm()).sites
+    assert site.fused
+    assert nodes_calling(graph, "clamp", "to")
+    assert site.quant is None
+    assert "approximate_quant=True" in site.note
 
 
 @on(cpu=(1,))

@@ -15,13 +15,10 @@ from torch.fx import GraphModule, symbolic_trace
 from allnorm.compile import fuse
 from allnorm.testing import rank_input
 
-from .helpers import Inputs, check_fused, gemma, llama, reduce, rstd
+from .helpers import Inputs, check_fused, gemma, llama, reduce, rstd, table
 
 TOKENS, HIDDEN = 7, 136
 bf16 = torch.bfloat16
-SUMS: dict[str, tuple[Callable[..., Any], int, torch.dtype]] = {}
-NEARLY: dict[str, tuple[Callable[..., Any], int, str]] = {}
-
 _library = torch.library.Library("mylib_experts", "DEF")
 _library.define("moe_sum(Tensor rows, Tensor weights) -> Tensor")
 
@@ -58,23 +55,7 @@ def traced(fn: Callable[..., Any], top_k: int) -> GraphModule:
     return symbolic_trace(block)
 
 
-def fused(top_k: int, dtype: torch.dtype = bf16) -> Any:
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        SUMS[fn.__name__] = (fn, top_k, dtype)
-        return fn
-
-    return add
-
-
-def nearly(top_k: int, reason: str) -> Any:
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        NEARLY[fn.__name__] = (fn, top_k, reason)
-        return fn
-
-    return add
-
-
-def chain(rows: Any, weights: Any, order: Any, start: Any = None) -> Any:
+def chain(rows, weights, order, start=None):
     """Adds the terms in some order, in float32."""
     total = torch.zeros_like(rows[:, 0], dtype=torch.float32) if start is None else start
     for choice in order:
@@ -82,53 +63,11 @@ def chain(rows: Any, weights: Any, order: Any, start: Any = None) -> Any:
     return total
 
 
-@fused(2)
-def two_weighted(rows, weights, shared, top_k):
-    return (rows.float() * weights[..., None]).sum(1).to(bf16)
+def weighted(rows, weights):
+    """Returns the weighted sum in float32, in PyTorch's order."""
+    return (rows.float() * weights[..., None]).sum(1)
 
 
-@fused(2)
-def two_weighted_by_promotion(rows, weights, shared, top_k):
-    return (weights.unsqueeze(-1) * rows).sum(dim=1).to(bf16)
-
-
-@fused(2)
-def two_and_a_shared_expert(rows, weights, shared, top_k):
-    return (shared + (rows.float() * weights[..., None]).sum(1)).to(bf16)
-
-
-@fused(2)
-def two_that_are_weighted_already(rows, weights, shared, top_k):
-    """Rounds the weighted rows, which are then the rows of the call."""
-    return (rows * weights.to(bf16).unsqueeze(-1)).sum(1)
-
-
-@fused(2)
-def two_with_weights_of_three_dimensions(rows, weights, shared, top_k):
-    return (rows * torch.sigmoid(weights.unsqueeze(-1))).sum(1).to(bf16)
-
-
-@fused(1)
-def one(rows, weights, shared, top_k):
-    return rows.sum(-2)
-
-
-@fused(2, torch.float32)
-def two_of_float32(rows, weights, shared, top_k):
-    return (rows * weights.unsqueeze(-1)).sum(1) + shared
-
-
-@fused(2, torch.float16)
-def two_of_float16(rows, weights, shared, top_k):
-    return ((rows * weights.unsqueeze(-1)).sum(1) + shared).to(torch.float16)
-
-
-@fused(8)
-def eight_in_order(rows, weights, shared, top_k):
-    return (chain(rows, weights, range(top_k)) + shared).to(bf16)
-
-
-@fused(3)
 def three_products_in_order(rows, weights, shared, top_k):
     products = rows.float() * weights.unsqueeze(-1)
     total = torch.zeros_like(shared, dtype=torch.float32)
@@ -137,7 +76,6 @@ def three_products_in_order(rows, weights, shared, top_k):
     return total.to(bf16)
 
 
-@fused(4)
 def four_in_order_without_weights(rows, weights, shared, top_k):
     total = torch.zeros_like(shared).float()
     for choice in range(top_k):
@@ -145,10 +83,51 @@ def four_in_order_without_weights(rows, weights, shared, top_k):
     return total.to(bf16)
 
 
+# By name: a function of (rows, weights, shared, top_k); top_k and the dtype.
+SUMS = {
+    **table((3, bf16), three_products_in_order),
+    **table((4, bf16), four_in_order_without_weights),
+    **table((1, bf16), one=lambda rows, weights, shared, k: rows.sum(-2)),
+    **table(
+        (8, bf16),
+        eight_in_order=lambda rows, weights, shared, k: (
+            chain(rows, weights, range(k)) + shared
+        ).to(bf16),
+    ),
+    **table(
+        (2, torch.float32),
+        of_float32=lambda rows, weights, shared, k: (rows * weights.unsqueeze(-1)).sum(1) + shared,
+    ),
+    **table(
+        (2, torch.float16),
+        of_float16=lambda rows, weights, shared, k: (
+            (rows * weights.unsqueeze(-1)).sum(1) + shared
+        ).to(torch.float16),
+    ),
+    **table(
+        (2, bf16),
+        two_weighted=lambda rows, weights, shared, k: weighted(rows, weights).to(bf16),
+        weighted_by_promotion=lambda rows, weights, shared, k: (
+            (weights.unsqueeze(-1) * rows).sum(dim=1).to(bf16)
+        ),
+        two_and_a_shared_expert=lambda rows, weights, shared, k: (
+            shared + weighted(rows, weights)
+        ).to(bf16),
+        # The rounded weighted rows are the rows of the call.
+        weighted_already=lambda rows, weights, shared, k: (
+            rows * weights.to(bf16).unsqueeze(-1)
+        ).sum(1),
+        weights_of_three_dimensions=lambda rows, weights, shared, k: (
+            (rows * torch.sigmoid(weights.unsqueeze(-1))).sum(1).to(bf16)
+        ),
+    ),
+}
+
+
 @on(cpu=(2,))
 @pytest.mark.parametrize("name", SUMS)
 def test_sum(rank: int, world_size: int, name: str) -> None:
-    fn, top_k, dtype = SUMS[name]
+    fn, (top_k, dtype) = SUMS[name]
     given = inputs(rank, top_k, dtype)
     numerics = "rounded" if dtype == torch.float32 else "transformers"
     graph = traced(fn, top_k)
@@ -159,59 +138,50 @@ def test_sum(rank: int, world_size: int, name: str) -> None:
     assert not {"sum", "select", "zeros_like"}.intersection(left), graph.graph
 
 
-@nearly(8, "PyTorch adds 8 rows in an unspecified order")
-def eight_by_sum(rows, weights, shared, top_k):
-    return (rows.float() * weights[..., None]).sum(1).to(bf16)
-
-
-@nearly(2, "rounded before the shared expert is added")
-def shared_expert_is_added_to_a_rounded_sum(rows, weights, shared, top_k):
-    return (rows.float() * weights[..., None]).sum(1).to(bf16) + shared
-
-
-@nearly(3, "does not add each choice once, in order")
-def another_order(rows, weights, shared, top_k):
-    return chain(rows, weights, (0, 2, 1)).to(bf16)
-
-
-@nearly(3, "does not add each choice once, in order")
-def one_is_left_out(rows, weights, shared, top_k):
-    return chain(rows, weights, (0, 1)).to(bf16)
-
-
-@nearly(2, "a row is multiplied by the weight of a different choice")
-def weights_of_another_choice(rows, weights, shared, top_k):
+def weights_of_a_different_choice(rows, weights, shared, top_k):
     total = torch.zeros_like(shared, dtype=torch.float32)
     for choice in range(top_k):
         total = total + rows[:, choice].float() * weights.unsqueeze(-1)[:, 1 - choice]
     return total.to(bf16)
 
 
-@nearly(2, "its weights are not a float32 tensor")
-def weights_of_16_bits(rows, weights, shared, top_k):
-    return (rows.float() * weights.to(bf16).unsqueeze(-1)).sum(1).to(bf16)
-
-
-@nearly(2, r"its rows are not one tensor of shape \[num_tokens, 2, hidden_size\]")
-def rows_that_are_computed_in_float32(rows, weights, shared, top_k):
-    return (rows.float() * 3 * weights.unsqueeze(-1)).sum(1).to(bf16)
-
-
-@nearly(17, "in an unspecified order|adds 17 rows: expected 1 to 16")
-def too_many(rows, weights, shared, top_k):
-    return chain(rows, weights, range(top_k)).to(bf16)
-
-
-@nearly(2, "is not a tensor of its shape")
-def a_row_is_added(rows, weights, shared, top_k):
-    return (rows.float() * weights[..., None]).sum(1).add(shared[:1]).to(bf16)
+# By top_k and the reason why the sum over experts is not fused: such functions.
+NEARLY = {
+    (8, "PyTorch adds 8 rows in an unspecified order"): lambda rows, weights, shared, k: weighted(
+        rows, weights
+    ).to(bf16),
+    (2, "rounded before the shared expert is added"): lambda rows, weights, shared, k: (
+        weighted(rows, weights).to(bf16) + shared
+    ),
+    (3, "does not add each choice once, in order"): lambda rows, weights, shared, k: chain(
+        rows, weights, (0, 2, 1)
+    ).to(bf16),
+    (3, "does not add each choice once"): lambda rows, weights, shared, k: chain(
+        rows, weights, (0, 1)
+    ).to(bf16),
+    (2, "a row is multiplied by the weight of a different choice"): weights_of_a_different_choice,
+    (2, "its weights are not a float32 tensor"): lambda rows, weights, shared, k: weighted(
+        rows, weights.to(bf16)
+    ).to(bf16),
+    (
+        2,
+        r"its rows are not one tensor of shape \[num_tokens, 2, hidden_size\]",
+    ): lambda rows, weights, shared, k: weighted(rows.float() * 3, weights).to(bf16),
+    (
+        17,
+        "in an unspecified order|adds 17 rows: expected 1 to 16",
+    ): lambda rows, weights, shared, k: chain(rows, weights, range(k)).to(bf16),
+    (2, "is not a tensor of its shape"): lambda rows, weights, shared, k: (
+        weighted(rows, weights).add(shared[:1]).to(bf16)
+    ),
+}
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("name", NEARLY)
-def test_nearly(rank: int, world_size: int, name: str) -> None:
-    """Checks that everything but the sum over experts is fused."""
-    fn, top_k, reason = NEARLY[name]
+@pytest.mark.parametrize(("top_k", "reason"), NEARLY)
+def test_nearly(rank: int, world_size: int, top_k: int, reason: str) -> None:
+    """Tests that everything but the sum over experts is fused."""
+    fn = NEARLY[top_k, reason]
     given = inputs(rank, top_k, bf16)
     report = check_fused(traced(fn, top_k), given, "transformers", communicator=comm())
     (site,) = report.fused
@@ -270,13 +240,3 @@ def test_operator_of_the_caller(rank: int, world_size: int) -> None:
     with torch.no_grad():
         for mine, theirs in zip(graph(*given), want, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-6)
-
-
-@on(cpu=(2,))
-def test_zeros_as_a_residual(rank: int, world_size: int) -> None:
-    def block(x, residual, weight):
-        residual = reduce(x) + torch.zeros_like(residual)
-        return llama(residual, weight), residual
-
-    given = Inputs().make(rank)
-    check_fused(symbolic_trace(block), given, "transformers", communicator=comm())

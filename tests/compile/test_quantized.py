@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from rank_helpers import comm, on
@@ -13,7 +10,7 @@ from torch.fx import symbolic_trace
 import allnorm
 from allnorm import reference
 from allnorm.compile import fuse
-from allnorm.testing import RankPool, assert_same_bits, ulp_distance
+from allnorm.testing import assert_same_bits, ulp_distance
 
 from .helpers import (
     FP8,
@@ -26,147 +23,130 @@ from .helpers import (
     llama,
     nodes_calling,
     reduce,
+    rstd,
+    table,
 )
 
-QUANTIZED: dict[str, tuple[Callable[..., Any], str | None, str]] = {}
+
+def quantizing(quantize, norm=llama, all_reduce=reduce):
+    """Returns a graph that quantizes the normed tensor by `quantize(y, w)`, with the sum last."""
+
+    def graph(x, r, w):
+        total = all_reduce(x) + r
+        return *quantize(norm(total, w), w), total
+
+    return graph
 
 
-def quantized(quant: str | None, numerics: str = "transformers") -> Any:
-    """Marks a function of (x, residual, weight) with the quantization that must be fused."""
-
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        QUANTIZED[fn.__name__] = (fn, quant, numerics)
-        return fn
-
-    return add
+def amax(y):
+    return y.float().abs().amax(-1, keepdim=True)
 
 
-def scale_of(y: Any) -> Any:
-    return y.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+def scale_of(y):
+    return amax(y).clamp(min=1e-10) / 448.0
 
 
-@quantized("per_token")
-def per_token(x, residual, w):
-    residual = reduce(x) + residual
-    y = llama(residual, w)
+def by_scale(scale_of):
+    """Returns a quantization that divides by `scale_of(y)`, and does not return the scale."""
+    return quantizing(lambda y, w: (cast(y.float() / scale_of(y)),))
+
+
+def per_token(y, w):
     scale = scale_of(y)
-    return cast(y.float() / scale), scale, residual
+    return cast(y.float() / scale), scale
 
 
-@quantized("per_token")
-def per_token_in_16_bits_where_that_is_exact(x, residual, w):
-    residual = reduce(x) + residual
-    y = llama(residual, w)
+def per_group(y, w):
+    groups = y.float().view(-1, HIDDEN // 64, 64)
+    scale = scale_of(groups)
+    return cast(groups / scale).view(-1, HIDDEN), scale.squeeze(-1)
+
+
+def per_tensor(y, w):
+    return cast(y.float() / torch.sigmoid(w[:1].float())), w
+
+
+def in_16_bits_where_that_is_exact(y, w):
     greatest = y.abs().max(dim=-1, keepdim=True)[0]
     scale = greatest.float().clamp_min(1e-10).div(448)
-    return torch.clamp(y / scale, min=-448, max=448).to(FP8), scale, residual
+    return torch.clamp(y / scale, min=-448, max=448).to(FP8), scale
 
 
-@quantized("per_token")
-def per_token_by_other_operators(x, residual, w):
-    residual = reduce(x) + residual
-    y = llama(residual, w).float()
+def by_other_operators(y, w):
+    y = y.float()
     scale = y.abs().amax(-1).clamp_min(1e-10).unsqueeze(-1) / 448.0
     q = torch.ops.aten.clamp_max.default(torch.ops.aten.clamp_min.default(y / scale, -448), 448)
-    return q.to(FP8), scale.squeeze(-1), residual
+    return q.to(FP8), scale.squeeze(-1)
 
 
-@quantized("per_token")
-def per_token_without_clamp(x, residual, w):
-    y = llama(reduce(x) + residual, w)
+def without_clamp(x, r, w):
+    y = llama(reduce(x) + r, w)
     scale = scale_of(y)
     return (y.float() / scale).to(FP8), scale
 
 
-@quantized("per_token", "rounded")
-def per_token_beside_the_16_bit_result(x, residual, w):
-    residual = reduce(x) + residual
-    y = gemma(residual, w)
-    scale = scale_of(y)
-    return cast(y.float() / scale), scale, y, residual
-
-
-@quantized("per_group 64")
-def per_group(x, residual, w):
-    residual = reduce(x) + residual
-    groups = llama(residual, w).float().view(-1, HIDDEN // 64, 64)
+def per_group_of_the_16_bit_rows(y, w):
+    groups = y.reshape(24, -1, 128)
     scale = scale_of(groups)
-    return cast(groups / scale).view(-1, HIDDEN), scale.squeeze(-1), residual
+    return cast(groups / scale), scale
 
 
-@quantized("per_group 128")
-def per_group_of_the_16_bit_rows(x, residual, w):
-    residual = reduce(x) + residual
-    groups = llama(residual, w).reshape(24, -1, 128)
-    scale = scale_of(groups)
-    return cast(groups / scale), scale, residual
+def groups_of_a_different_size(y, w):
+    groups = y.float().view(24, -1, 8)
+    return (cast(groups / scale_of(groups)).view(24, HIDDEN),)
 
 
-@quantized("per_tensor")
-def per_tensor(x, residual, w):
-    residual = reduce(x) + residual
-    y = llama(residual, w)
-    scale = torch.sigmoid(w[:1].float())
-    return cast(y.float() / scale), residual
-
-
-# Quantizations that round differently stay in the graph, after the fused 16-bit call.
-
-
-@quantized(None)
-def by_the_reciprocal(x, residual, w):
-    y = llama(reduce(x) + residual, w)
-    return cast(y.float() * scale_of(y).reciprocal())
-
-
-@quantized(None)
-def least_scale_instead_of_least_amax(x, residual, w):
-    y = llama(reduce(x) + residual, w)
-    scale = (y.float().abs().amax(-1, keepdim=True) / 448.0).clamp(min=1e-10)
-    return cast(y.float() / scale)
-
-
-@quantized(None)
-def without_least(x, residual, w):
-    y = llama(reduce(x) + residual, w)
-    return cast(y.float() / (y.float().abs().amax(-1, keepdim=True) / 448.0))
-
-
-@quantized(None)
-def another_least(x, residual, w):
-    y = llama(reduce(x) + residual, w)
-    return cast(y.float() / (y.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0))
-
-
-@quantized(None)
-def another_range(x, residual, w):
-    y = llama(reduce(x) + residual, w)
-    scale = y.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 240.0
-    return (y.float() / scale).clamp(-240, 240).to(FP8)
-
-
-@quantized(None)
-def static_without_clamp(x, residual, w):
-    y = llama(reduce(x) + residual, w)
-    return (y.float() / (w[:1].float().abs() + 1)).to(FP8)
-
-
-@quantized(None)
-def groups_of_another_size(x, residual, w):
-    groups = llama(reduce(x) + residual, w).float().view(24, -1, 8)
-    return cast(groups / scale_of(groups)).view(24, HIDDEN)
-
-
-@quantized(None)
-def scale_of_the_unrounded_norm(x, residual, w):
-    z = (reduce(x) + residual).float()
-    normed = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
+def scale_of_the_unrounded_norm(x, r, w):
+    z = (reduce(x) + r).float()
+    normed = z * rstd(z)
     y = w * normed.to(torch.bfloat16)
     return cast(y.float() / scale_of(w.float() * normed))
 
 
-def run(rank: int, world_size: int, name: str) -> None:
-    fn, quant, numerics = QUANTIZED[name]
+# By name: the graph; the quantization and the rounding mode that must be fused.
+QUANTIZED = {
+    **table(
+        ("per_token", "transformers"),
+        without_clamp,
+        per_token=quantizing(per_token),
+        in_16_bits_where_that_is_exact=quantizing(in_16_bits_where_that_is_exact),
+        by_other_operators=quantizing(by_other_operators),
+    ),
+    **table(
+        ("per_token", "rounded"),
+        with_the_16_bit_result=quantizing(lambda y, w: (*per_token(y, w), y), gemma),
+    ),
+    **table(("per_group 64", "transformers"), per_group=quantizing(per_group)),
+    **table(
+        ("per_group 128", "transformers"),
+        per_group_of_the_16_bit_rows=quantizing(per_group_of_the_16_bit_rows),
+    ),
+    **table(("per_tensor", "transformers"), per_tensor=quantizing(per_tensor)),
+    # These round differently and stay in the graph, after the fused 16-bit call.
+    **table(
+        (None, "transformers"),
+        scale_of_the_unrounded_norm,
+        by_the_reciprocal=quantizing(lambda y, w: (cast(y.float() * scale_of(y).reciprocal()),)),
+        least_scale_instead_of_least_amax=by_scale(lambda y: (amax(y) / 448.0).clamp(min=1e-10)),
+        without_least=by_scale(lambda y: amax(y) / 448.0),
+        different_least=by_scale(lambda y: amax(y).clamp(min=1e-12) / 448.0),
+        different_range=quantizing(
+            lambda y, w: (
+                (y.float() / (amax(y).clamp(min=1e-10) / 240.0)).clamp(-240, 240).to(FP8),
+            )
+        ),
+        static_without_clamp=quantizing(
+            lambda y, w: ((y.float() / (w[:1].float().abs() + 1)).to(FP8),)
+        ),
+        groups_of_a_different_size=quantizing(groups_of_a_different_size),
+    ),
+}
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized(rank: int, world_size: int, name: str) -> None:
+    fn, (quant, numerics) = QUANTIZED[name]
     inputs = Inputs().make(rank)
     graph = symbolic_trace(fn)
     with torch.no_grad():
@@ -198,45 +178,22 @@ def run(rank: int, world_size: int, name: str) -> None:
             assert int(ulp_distance(mine, theirs).max()) <= 1 << 17, f"result {i}"
 
 
-@on(cpu=(2,))
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized(pool: RankPool, name: str) -> None:
-    pool.run(run, name)
-
-
 @on(cpu=(1, 3))
 def test_bits(rank: int, world_size: int) -> None:
     """Tests that each fused quantization has the bytes of the reference."""
-    c = comm()
+
+    def all_reduce(x):
+        return torch.ops.allnorm.all_reduce(x, comm().name)
+
     xs = [Inputs().make(r)[0] for r in range(world_size)]
     x, residual, w = Inputs().make(rank)
-
-    def block(quantize: Callable[..., Any]) -> Callable[..., Any]:
-        def run(x, residual, w):
-            residual = torch.ops.allnorm.all_reduce(x, c.name) + residual
-            return *quantize(llama(residual, w), w), residual
-
-        return run
-
-    def token(y, w):
-        scale = scale_of(y)
-        return cast(y.float() / scale), scale
-
-    def group(y, w):
-        groups = y.view(24, -1, 64).float()
-        scale = scale_of(groups)
-        return cast(groups / scale).view(24, -1), scale.view(24, -1)
-
-    def tensor(y, w):
-        return cast(y.float() / w[:1].float().abs()), w
-
-    static = allnorm.Fp8PerTensor(w[:1].float().abs())
+    static = allnorm.Fp8PerTensor(torch.sigmoid(w[:1].float()))
     for quantize, spec in (
-        (token, allnorm.Fp8PerToken()),
-        (group, allnorm.Fp8PerGroup(64)),
-        (tensor, static),
+        (per_token, allnorm.Fp8PerToken()),
+        (per_group, allnorm.Fp8PerGroup(64)),
+        (per_tensor, static),
     ):
-        graph = symbolic_trace(block(quantize))
+        graph = symbolic_trace(quantizing(quantize, all_reduce=all_reduce))
         assert fuse(graph, [x, residual, w]).fused[0].quant
         quantized, scale, total = graph(x, residual, w)
         want = reference.all_reduce_add_rms_norm_quant(
@@ -248,26 +205,25 @@ def test_bits(rank: int, world_size: int) -> None:
             assert_same_bits(scale, want.scale, "scale")
 
 
+def of_constants(y, w):
+    y = y.float()
+    scale = torch.maximum(y.abs().amax(-1, True), torch.tensor(1e-10)) / torch.finfo(FP8).max
+    return cast(y / scale), scale
+
+
 @on(cpu=(1,))
 def test_dynamo(rank: int, world_size: int) -> None:
     """Tests graphs of Dynamo with a symbolic number of tokens."""
     inputs = Inputs().make(rank)
     for tensor in inputs[:2]:
         torch._dynamo.mark_dynamic(tensor, 0)
-
-    def constants(x, residual, w):
-        residual = reduce(x) + residual
-        y = llama(residual, w).float()
-        scale = torch.maximum(y.abs().amax(-1, True), torch.tensor(1e-10)) / torch.finfo(FP8).max
-        return cast(y / scale), scale, residual
-
     with torch.no_grad():
-        for fn, quant in (
+        for quantize, quant in (
             (per_token, "per_token"),
             (per_group, "per_group 64"),
-            (constants, "per_token"),
+            (of_constants, "per_token"),
         ):
-            graph = captured(fn, inputs)
+            graph = captured(quantizing(quantize), inputs)
             report = fuse(graph, None, comm())
             graph.graph.lint()
             assert report.sites[0].quant == quant, str(report)

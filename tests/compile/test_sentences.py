@@ -63,7 +63,7 @@ def all_texts(rank: int, world_size: int) -> list[str]:
     functions += [fn for fn, *_ in test_quantized.QUANTIZED.values()]
     for fn in functions:
         texts += texts_of(fuse(symbolic_trace(fn), [t.clone() for t in given], comm()))
-    for fn, top_k, _ in test_experts.NEARLY.values():
+    for (top_k, _), fn in test_experts.NEARLY.items():
         module = test_experts.traced(fn, top_k)
         texts += texts_of(fuse(module, test_experts.inputs(rank, top_k, torch.bfloat16), comm()))
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
