@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
@@ -22,9 +22,9 @@ from allnorm import reference
 from allnorm.compile import block_scaled, fuse
 from allnorm.integrations.vllm import quants
 from allnorm.quant import empty_scale
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
-from .helpers import EPS, Inputs, fused_calls, llama, nodes_calling, reduce
+from .helpers import EPS, Inputs, fused_calls, llama, nodes_calling, reduce, table
 
 FP4_LAYOUTS = {True: "swizzled_128x4", False: "row_major"}
 
@@ -88,20 +88,6 @@ for _space, _schema, _run, _fake in (
     _libraries.append(_library)
 
 
-Layer = Callable[..., Any]
-LAYERS: dict[str, tuple[Layer, str]] = {}
-
-
-def layer(quant: str) -> Callable[[Layer], Layer]:
-    """Marks a function of (x, residual, weight, global scale) with the quantization to fuse."""
-
-    def add(function: Layer) -> Layer:
-        LAYERS[function.__name__] = (function, quant)
-        return function
-
-    return add
-
-
 def stored(
     y: Any, given: Any, swizzled: bool = True, padding: int = 0, transposed: bool = False
 ) -> Any:
@@ -116,18 +102,6 @@ def stored(
         output_scale=scale.t().contiguous().t() if transposed else scale,
     )
     return output, scale.view(torch.float8_e4m3fn)
-
-
-@layer("nvfp4")
-def stored_in_tiles(x, residual, w, given):
-    residual = reduce(x) + residual
-    return *stored(llama(residual, w), given), residual
-
-
-@layer("nvfp4")
-def stored_in_rows(x, residual, w, given):
-    residual = reduce(x) + residual
-    return *stored(llama(residual, w), given, swizzled=False), residual
 
 
 def wrapped(y: Any, given: Any, **views: Any) -> Any:
@@ -145,90 +119,83 @@ def wrapped(y: Any, given: Any, **views: Any) -> Any:
     return output, scale.view(torch.float8_e4m3fn)
 
 
-@layer("nvfp4")
-def stored_in_bases(x, residual, w, given):
-    residual = reduce(x) + residual
-    return *wrapped(llama(residual, w), given), residual
+def quantizing(quantize):
+    """Returns a layer that quantizes the normed tensor by `quantize(y, given)`, with the sum last.
+
+    Layers are functions of (x, residual, weight, given), where `given` is the global scale.
+    """
+
+    def layer(x, residual, w, given):
+        total = reduce(x) + residual
+        return *quantize(llama(total, w), given), total
+
+    return layer
 
 
-@layer("not: it changes only a part of a tensor")
-def stored_in_a_part(x, residual, w, given):
-    residual = reduce(x) + residual
-    part = {"_output_slice_dim": 0, "_output_slice_start": 0, "_output_slice_end": x.shape[0]}
-    return *wrapped(llama(residual, w), given, **part), residual
+def stored_in_a_part(y, given):
+    part = {"_output_slice_dim": 0, "_output_slice_start": 0, "_output_slice_end": y.shape[0]}
+    return wrapped(y, given, **part)
 
 
-@layer("nvfp4")
-def returned_in_tiles(x, residual, w, given):
-    residual = reduce(x) + residual
-    quantized, scale = torch.ops._C.scaled_fp4_quant.default(llama(residual, w), given, True)
-    return quantized, scale.view(torch.float8_e4m3fn), residual
+def returned(swizzled):
+    def quantize(y, given):
+        quantized, scale = torch.ops._C.scaled_fp4_quant.default(y, given, swizzled)
+        return quantized, scale.view(torch.float8_e4m3fn)
+
+    return quantizing(quantize)
 
 
-@layer("nvfp4")
-def returned_in_rows(x, residual, w, given):
-    residual = reduce(x) + residual
-    quantized, scale = torch.ops._C.scaled_fp4_quant.default(llama(residual, w), given, False)
-    return quantized, scale.view(torch.float8_e4m3fn), residual
+def mx_in_tiles(y, _):
+    quantized, scale = torch.ops.vllm.mxfp8_quantize.default(y, True)
+    return quantized, scale.view(torch.float8_e8m0fnu)
 
 
-@layer("nvfp4")
-def scale_without_a_dimension(x, residual, w, given):
-    residual = reduce(x) + residual
-    return *stored(llama(residual, w), given.view([])), residual
+def mx_with_the_16_bit_rows(x, residual, w, given):
+    total = reduce(x) + residual
+    y = llama(total, w)
+    return *torch.ops.vllm.mxfp8_quantize.default(y, True, 32), total, y
 
 
-@layer("mxfp8")
-def mx_in_tiles(x, residual, w, given):
-    residual = reduce(x) + residual
-    quantized, scale = torch.ops.vllm.mxfp8_quantize.default(llama(residual, w), True)
-    return quantized, scale.view(torch.float8_e8m0fnu), residual
+def scales_in_columns(y, given):
+    return stored(y, given, swizzled=False, transposed=True)[:1]
 
 
-@layer("mxfp8")
-def mx_beside_the_16_bit_rows(x, residual, w, given):
-    residual = reduce(x) + residual
-    y = llama(residual, w)
-    return *torch.ops.vllm.mxfp8_quantize.default(y, True, 32), residual, y
-
-
-# The graph keeps these, after the fused 16-bit call.
-
-
-@layer("not: padded to 264 elements from 256")
-def padded_rows(x, residual, w, given):
-    return stored(llama(reduce(x) + residual, w), given, padding=8)
-
-
-@layer("not: a layout allnorm does not write")
-def scales_in_columns(x, residual, w, given):
-    output, _ = stored(llama(reduce(x) + residual, w), given, swizzled=False, transposed=True)
-    return output
-
-
-@layer("not: computed from the reduced tensor")
-def scale_of_the_rows(x, residual, w, given):
-    y = llama(reduce(x) + residual, w)
+def scale_of_the_rows(y, given):
     return stored(y, y.float().abs().amax(-1, keepdim=True).amax(0))
 
 
-@layer("not: its scales are row-major bytes")
-def mx_in_rows_of_bytes(x, residual, w, given):
-    y = llama(reduce(x) + residual, w)
-    return torch.ops.vllm.mxfp8_quantize.default(y, False)
-
-
-@layer("not: its rows are padded to a multiple of 768")
-def mx_with_padding(x, residual, w, given):
-    y = llama(reduce(x) + residual, w)
-    return torch.ops.vllm.mxfp8_quantize.default(y, True, 768)
+LAYERS = {
+    **table(
+        "nvfp4",
+        stored_in_tiles=quantizing(stored),
+        stored_in_rows=quantizing(functools.partial(stored, swizzled=False)),
+        stored_in_bases=quantizing(wrapped),
+        returned_in_tiles=returned(True),
+        returned_in_rows=returned(False),
+        scale_without_a_dimension=quantizing(lambda y, given: stored(y, given.view([]))),
+    ),
+    **table("mxfp8", mx_with_the_16_bit_rows, mx_in_tiles=quantizing(mx_in_tiles)),
+}
+# By the reason why the graph keeps the quantization, after the fused 16-bit call.
+UNFUSED_LAYERS = {
+    "it changes only a part of a tensor": quantizing(stored_in_a_part),
+    "padded to 264 elements from 256": quantizing(functools.partial(stored, padding=8)),
+    "a layout allnorm does not write": quantizing(scales_in_columns),
+    "computed from the reduced tensor": quantizing(scale_of_the_rows),
+    "its scales are row-major bytes": quantizing(
+        lambda y, _: torch.ops.vllm.mxfp8_quantize.default(y, False)
+    ),
+    "its rows are padded to a multiple of 768": quantizing(
+        lambda y, _: torch.ops.vllm.mxfp8_quantize.default(y, True, 768)
+    ),
+}
 
 
 def inputs_of(rank: int, tokens: int = 24) -> list[torch.Tensor]:
     return [*Inputs(shape=(tokens, 512)).make(rank), torch.tensor([37.5])]
 
 
-def traced(function: Layer, inputs: list[torch.Tensor], dynamic: bool) -> Any:
+def traced(function: Any, inputs: list[torch.Tensor], dynamic: bool) -> Any:
     """Returns the graph of a layer; with `dynamic`, for any number of tokens."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC, DimDynamic.STATIC]
@@ -242,9 +209,14 @@ def traced(function: Layer, inputs: list[torch.Tensor], dynamic: bool) -> Any:
         return make_fx(function)(*fakes)
 
 
-def fused(rank: int, world_size: int, name: str, dynamic: bool) -> tuple[Any, str]:
-    function, _ = LAYERS[name]
-    module = traced(function, inputs_of(rank), dynamic)
+@on(cpu=(2,))
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", [*LAYERS, *UNFUSED_LAYERS])
+def test_operators_that_quantize_blocks(
+    rank: int, world_size: int, name: str, dynamic: bool
+) -> None:
+    layer, quant = LAYERS.get(name) or (UNFUSED_LAYERS[name], None)
+    module = traced(layer, inputs_of(rank), dynamic)
     with torch.no_grad():
         report = fuse(
             module, None, comm(), decompositions=quants.decompositions(), approximate_quant=True
@@ -253,16 +225,17 @@ def fused(rank: int, world_size: int, name: str, dynamic: bool) -> tuple[Any, st
         assert len(fused_calls(module)) == 1, str(report)
         (site,) = report.fused
         operators = nodes_calling(module, "auto_functionalized", "scaled_fp4", "mxfp8_quantize")
-        assert bool(operators) == (site.quant is None), str(module.graph)
-        if site.quant is not None:
-            for tokens in (24, 131, 1) if dynamic else (24,):
-                check(module, function, rank, world_size, tokens, site.quant)
-    return site.quant, site.note
+        assert bool(operators) == (quant is None), str(module.graph)
+        assert site.quant == quant
+        if quant is None:
+            assert name in site.note
+            return
+        assert site.note == ""
+        for tokens in (24, 131, 1) if dynamic else (24,):
+            check(module, layer, rank, world_size, tokens, quant)
 
 
-def check(
-    module: Any, function: Layer, rank: int, world_size: int, tokens: int, quant: str
-) -> None:
+def check(module: Any, function: Any, rank: int, world_size: int, tokens: int, quant: str) -> None:
     """Compares with the bytes that the numerics page defines, in the graph's shapes and dtypes."""
     inputs = inputs_of(rank, tokens)
     results, like = module(*inputs), function(*inputs)
@@ -281,21 +254,6 @@ def check(
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).flatten()
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_operators_that_quantize_blocks(pool: RankPool, name: str, dynamic: bool) -> None:
-    first, second = pool.run(fused, name, dynamic)
-    assert first == second
-    quant, note = first
-    expected = LAYERS[name][1]
-    if expected.startswith("not: "):
-        assert quant is None
-        assert expected.removeprefix("not: ") in note
-    else:
-        assert (quant, note) == (expected, "")
 
 
 def test_only_blocks_have_a_name() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from rank_helpers import comm, on
@@ -21,113 +18,90 @@ from .helpers import (
     llama,
     nodes_calling,
     reduce,
+    table,
     world_name,
 )
 
 bf16 = torch.bfloat16
-# A function of (x, residual, weight, delta, down, up); the outcome of each reduction; the calls.
-CASES: dict[str, tuple[Callable[..., Any], list[str], list[str]]] = {}
 ADDED, FUSED = "tensor added after the reduction", ""
 LOCAL_CALLS = ["allnorm.all_reduce.default", "allnorm.add_rms_norm.default"]
 FUSED_CALL = "allnorm.all_reduce_add_rms_norm.default"
 
 
-def case(sites: list[str], calls: list[str]) -> Any:
-    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[fn.__name__] = (fn, sites, calls)
-        return fn
+def norming(add):
+    """Returns a graph that norms `add(x, residual, w, d, delta)`; delta is computed as by LoRA."""
 
-    return add
+    def graph(x, r, w, d, down, up):
+        total = add(x, r, w, d, (d @ down) @ up)
+        return llama(total, w), total
 
-
-@case([FUSED], [FUSED_CALL])
-def partial_delta(x, r, w, d, down, up):
-    """Adds this rank's delta to its partial sum: one call computes everything."""
-    h = r + reduce(x + (d @ down) @ up)
-    return llama(h, w), h
+    return graph
 
 
-@case([FUSED], [FUSED_CALL])
-def delta_in_the_residual(x, r, w, d, down, up):
-    h = reduce(x) + (r + (d @ down) @ up)
-    return llama(h, w), h
-
-
-@case([ADDED], LOCAL_CALLS)
-def delta(x, r, w, d, down, up):
-    h = r + (reduce(x) + (d @ down) @ up)
-    return llama(h, w), h
-
-
-@case([ADDED], LOCAL_CALLS)
-def scaled_delta(x, r, w, d, down, up):
-    h = (reduce(x) + (d @ down) @ up * 0.5) + r
-    return llama(h, w), h
-
-
-@case([ADDED], LOCAL_CALLS)
-def shared_expert(x, r, w, d, down, up):
-    h = r + (d + reduce(x))
-    return llama(h, w), h
-
-
-@case([ADDED], LOCAL_CALLS)
-def expanded_bias(x, r, w, d, down, up):
-    h = r + (reduce(x) + w.expand(x.shape))
-    return llama(h, w), h
-
-
-@case([ADDED], LOCAL_CALLS)
 def sum_needed_elsewhere(x, r, w, d, down, up):
     branch = reduce(x) + d
     h = r + branch
     return llama(h, w), h, branch
 
 
-@case([ADDED], LOCAL_CALLS)
 def reduced_needed_elsewhere(x, r, w, d, down, up):
     reduced = reduce(x)
     h = r + (reduced + d)
     return llama(h, w), h, reduced
 
 
-@case([ADDED], LOCAL_CALLS)
-def delta_of_the_reduced(x, r, w, d, down, up):
-    reduced = reduce(x)
-    h = r + (reduced + torch.relu(reduced))
-    return llama(h, w), h
-
-
-@case(["no RMSNorm follows", FUSED], [FUSED_CALL])
-def two_reductions(x, r, w, d, down, up):
-    h = r + reduce(x) + reduce(d)
-    return llama(h, w), h
-
-
-@case([ADDED, "sum with all_reduce_default is fused"], [*LOCAL_CALLS])
-def sum_of_two_reductions(x, r, w, d, down, up):
-    h = (reduce(x) + reduce(d)) + r
-    return llama(h, w), h
-
-
-@case(["is not used"], [])
 def norm_that_is_not_used(x, r, w, d, down, up):
     h = r + (reduce(x) + d)
     llama(h, w)
     return (h,)
 
 
-@case(["is not used"], [])
 def norm_of_the_sum_without_the_delta_is_not_used(x, r, w, d, down, up):
     h = reduce(x) + r
     llama(h, w)
     return (h + d,)
 
 
+# By name: a function of (x, residual, weight, d, down, up); the outcome of each reduction and the
+# calls of allnorm.
+CASES = {
+    **table(
+        ([FUSED], [FUSED_CALL]),
+        partial_delta=norming(lambda x, r, w, d, delta: r + reduce(x + delta)),
+        delta_in_the_residual=norming(lambda x, r, w, d, delta: reduce(x) + (r + delta)),
+    ),
+    **table(
+        ([ADDED], LOCAL_CALLS),
+        sum_needed_elsewhere,
+        reduced_needed_elsewhere,
+        delta=norming(lambda x, r, w, d, delta: r + (reduce(x) + delta)),
+        scaled_delta=norming(lambda x, r, w, d, delta: (reduce(x) + delta * 0.5) + r),
+        shared_expert=norming(lambda x, r, w, d, delta: r + (d + reduce(x))),
+        expanded_bias=norming(lambda x, r, w, d, delta: r + (reduce(x) + w.expand(x.shape))),
+        delta_of_the_reduced=norming(
+            lambda x, r, w, d, delta: r + ((reduced := reduce(x)) + torch.relu(reduced))
+        ),
+    ),
+    **table(
+        (["no RMSNorm follows", FUSED], [FUSED_CALL]),
+        two_reductions=norming(lambda x, r, w, d, delta: r + reduce(x) + reduce(d)),
+    ),
+    **table(
+        ([ADDED, "sum with all_reduce_default is fused"], LOCAL_CALLS),
+        sum_of_two_reductions=norming(lambda x, r, w, d, delta: (reduce(x) + reduce(d)) + r),
+    ),
+    **table(
+        (["is not used"], []),
+        norm_that_is_not_used,
+        norm_of_the_sum_without_the_delta_is_not_used,
+    ),
+}
+
+
 @on(cpu=(2,))
 @pytest.mark.parametrize("name", CASES)
 def test_delta(rank: int, world_size: int, name: str) -> None:
-    fn, sites, calls = CASES[name]
+    fn, (sites, calls) = CASES[name]
     module, expected = (symbolic_trace(fn) for _ in range(2))
     for graph in (module, expected):
         for node in graph.graph.nodes:
