@@ -12,9 +12,18 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from allnorm.compile import FusionReport, fuse
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
-from .helpers import Inputs, assert_close_norm, fused_calls, nodes_calling
+from .helpers import (
+    FP8,
+    HIDDEN,
+    TOKENS,
+    Inputs,
+    assert_close_norm,
+    cast,
+    fused_calls,
+    nodes_calling,
+)
 
 EPS = 3e-6
 
@@ -50,17 +59,40 @@ def reduce_(x: Any, group: str) -> Any:
     return result
 
 
+def quantize_groups(input: Any, q: Any, s: Any, group: int) -> Any:
+    y = input.float().view(*input.shape[:-1], input.shape[-1] // group, group)
+    scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+    return cast(y / scale).view(input.shape), scale.squeeze(-1)
+
+
+def quantize_statically(input: Any, q: Any, s: Any) -> Any:
+    return cast(input.float() / s)
+
+
+def store_groups(input: Any, q: Any, s: Any, group: int) -> None:
+    for target, result in zip((q, s), quantize_groups(input, q, s, group), strict=True):
+        target.copy_(result)
+
+
+def store_statically(input: Any, q: Any, s: Any) -> None:
+    q.copy_(quantize_statically(input, q, s))
+
+
 _library = torch.library.Library("framework", "DEF")
 _OPERATORS = {
     "all_reduce(Tensor x, str group) -> Tensor": (reduce_, lambda x, group: torch.empty_like(x)),
     "norm(Tensor x, Tensor weight, float eps) -> Tensor": (norm, norm),
-    "add_norm(Tensor x, Tensor r, Tensor weight, float eps) -> (Tensor, Tensor)": (
-        *(add_norm, add_norm),
-    ),
+    "add_norm(Tensor x, Tensor r, Tensor w, float eps) -> (Tensor, Tensor)": (add_norm, add_norm),
     "add_norm_and_more(Tensor x, Tensor r, Tensor w, float eps) -> (Tensor, Tensor, Tensor)": (
-        *(add_norm_and_more, add_norm_and_more),
+        add_norm_and_more,
+        add_norm_and_more,
     ),
     "scale_(Tensor(a!) x, Tensor factor) -> ()": (scale_, lambda x, factor: None),
+    "groups(Tensor input, Tensor(a!) q, Tensor(b!) s, int group) -> ()": (
+        store_groups,
+        lambda *_: None,
+    ),
+    "static(Tensor input, Tensor(a!) q, Tensor s) -> ()": (store_statically, lambda *_: None),
 }
 for _schema, (_run, _fake) in _OPERATORS.items():
     _name = _schema.split("(")[0]
@@ -76,9 +108,10 @@ TABLE = {
 
 
 def fuse_and_run(
-    rank: int, function: Any, **arguments: Any
+    rank: int, function: Any, tokens: int = TOKENS, **arguments: Any
 ) -> tuple[GraphModule, FusionReport, list[Any], list[Any]]:
-    inputs = Inputs().make(rank)
+    """Returns the fused graph of a function, its report, its results, and the unfused results."""
+    inputs = Inputs(shape=(tokens, HIDDEN)).make(rank)
     module = make_fx(function, tracing_mode="fake")(*inputs)
     with torch.no_grad():
         expected = module(*inputs)
@@ -89,12 +122,8 @@ def fuse_and_run(
     return module, report, list(actual), list(expected)
 
 
-def plain(x, residual, weight):
-    return ops.add_norm(ops.all_reduce(x, "tp"), residual, weight, EPS)
-
-
-def last_layer(x, residual, weight):
-    return (ops.add_norm(ops.all_reduce(x, "tp"), residual, weight, EPS)[0],)
+def normed_after(reduced, residual, weight):
+    return ops.add_norm(ops.all_reduce(reduced, "tp"), residual, weight, EPS)
 
 
 def first_layer(x, residual, weight):
@@ -102,30 +131,28 @@ def first_layer(x, residual, weight):
     return ops.norm(reduced, weight, EPS), reduced
 
 
-def gemma(x, residual, weight):
-    return ops.add_norm(ops.all_reduce(x, "tp"), residual, weight.float() + 1.0, EPS)
-
-
 def two_layers(x, residual, weight):
-    normed, residual = ops.add_norm(ops.all_reduce(x, "tp"), residual, weight, EPS)
-    return ops.add_norm(ops.all_reduce(normed * 2, "tp"), residual, weight, EPS)
+    normed, residual = normed_after(x, residual, weight)
+    return normed_after(normed * 2, residual, weight)
 
 
 FUSED = {
-    plain: ["vllm"],
-    last_layer: ["vllm"],
-    first_layer: ["transformers"],
-    gemma: ["unrounded"],
-    two_layers: ["vllm", "vllm"],
+    "plain": (normed_after, ["vllm"]),
+    "last layer": (lambda x, r, w: normed_after(x, r, w)[:1], ["vllm"]),
+    "first layer": (first_layer, ["transformers"]),
+    "gemma": (lambda x, r, w: normed_after(x, r, w.float() + 1.0), ["unrounded"]),
+    "two layers": (two_layers, ["vllm", "vllm"]),
 }
 
 
-def check(rank: int, world_size: int, name: str) -> None:
-    function = globals()[name]
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", FUSED)
+def test_norms_of_a_framework(rank: int, world_size: int, name: str) -> None:
+    function, numerics = FUSED[name]
     module, report, actual, expected = fuse_and_run(rank, function)
-    assert [site.numerics for site in report.sites] == FUSED[function], str(report)
+    assert [site.numerics for site in report.sites] == numerics, str(report)
     assert not nodes_calling(module, "framework")
-    assert len(fused_calls(module)) == len(FUSED[function])
+    assert len(fused_calls(module)) == len(numerics)
     if function is two_layers:  # the inputs of the second one differ already
         torch.testing.assert_close(actual[0].float(), expected[0].float(), rtol=0.05, atol=0.05)
         return
@@ -134,17 +161,7 @@ def check(rank: int, world_size: int, name: str) -> None:
         assert_same_bits(mine, theirs, name)
 
 
-@on(cpu=[2])
-@pytest.mark.parametrize("function", FUSED, ids=lambda function: function.__name__)
-def test_norms_of_a_framework_are_fused(pool: RankPool, function: Any) -> None:
-    pool.run(check, function.__name__)
-
-
 # ---- what is not fused, and why ------------------------------------------------------------------
-
-
-def another_group(x, residual, weight):
-    return ops.add_norm(ops.all_reduce(x, "ep"), residual, weight, EPS)
 
 
 def third_result(x, residual, weight):
@@ -157,51 +174,36 @@ def changes_its_argument(x, residual, weight):
     return ops.norm(reduced, weight, EPS), reduced
 
 
-def refused(rank: int, world_size: int, name: str, arguments: dict[str, Any]) -> str:
-    tables = {
-        "no": {},
-        "raises": {"framework::add_norm": _raises},
-        "writes": {"framework::norm": _writes},
-    }
-    if "decompositions" in arguments:
-        arguments = arguments | {"decompositions": tables[arguments["decompositions"]]}
-    _, report, actual, expected = fuse_and_run(rank, globals()[name], **arguments)
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert_same_bits(mine, theirs, name)
-    (site,) = report.missed
-    assert site.reason is not None
-    return site.reason
-
-
 def _raises(*args: Any) -> Any:
-    raise NotImplementedError("by a kernel that nobody knows")
+    raise NotImplementedError("by an unknown kernel")
 
 
 def _writes(x: Any, weight: Any, eps: float) -> Any:
     return x.mul_(weight)
 
 
-@on(cpu=[2])
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("another_group", {"all_reduce_groups": ["tp"]}, "group 'ep', the communicator over tp"),
-        ("third_result", {}, "is also used by"),
-        ("plain", {"decompositions": "no"}, "its result is used by"),
-        ("plain", {"decompositions": "raises"}, "by a kernel that nobody knows"),
-        ("first_layer", {"decompositions": "writes"}, "changes its arguments"),
-        ("changes_its_argument", {}, "its result is used by"),
-    ],
-)
-def test_what_is_not_understood_stays(
-    pool: RankPool, name: str, arguments: dict[str, Any], words: str
-) -> None:
-    first, second = pool.run(refused, name, arguments)
-    assert first == second
-    assert words in first
+REFUSED = {
+    "group 'tp', the communicator over ep": (normed_after, {"all_reduce_groups": ["ep"]}),
+    "is also used by": (third_result, {}),
+    "its result is used by": (normed_after, {"decompositions": {}}),
+    "its result is used by auto_functionalized": (changes_its_argument, {}),
+    "by an unknown kernel": (normed_after, {"decompositions": {"framework::add_norm": _raises}}),
+    "changes its arguments": (first_layer, {"decompositions": {"framework::norm": _writes}}),
+}
 
 
-@on(cpu=[2])
+@on(cpu=(2,))
+@pytest.mark.parametrize("reason", REFUSED)
+def test_unfused(rank: int, world_size: int, reason: str) -> None:
+    function, arguments = REFUSED[reason]
+    _, report, actual, expected = fuse_and_run(rank, function, **arguments)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert_same_bits(mine, theirs, reason)
+    (site,) = report.missed
+    assert reason in str(site.reason)
+
+
+@on(cpu=(2,))
 def test_mutating_operators_in_their_wrapper(rank: int, world_size: int) -> None:
     """Tests a mutating operator in its functional wrapper, decomposed to the values it stores."""
     table = TABLE | {"framework::scale_": scaled}
@@ -223,33 +225,6 @@ def scales_before_the_norm(x, residual, weight):
 # ---- quantization by operators that store their results ------------------------------------------
 
 
-def quantize_groups(input: Any, q: Any, s: Any, group: int) -> Any:
-    y = input.float().view(*input.shape[:-1], input.shape[-1] // group, group)
-    scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
-    return (y / scale).clamp(-448.0, 448.0).to(FP8).view(input.shape), scale.squeeze(-1)
-
-
-def quantize_statically(input: Any, q: Any, s: Any) -> Any:
-    return (input.float() / s).clamp(-448.0, 448.0).to(FP8)
-
-
-def store_groups(input: Any, q: Any, s: Any, group: int) -> None:
-    for target, result in zip((q, s), quantize_groups(input, q, s, group), strict=True):
-        target.copy_(result)
-
-
-def store_statically(input: Any, q: Any, s: Any) -> None:
-    q.copy_(quantize_statically(input, q, s))
-
-
-FP8 = torch.float8_e4m3fn
-for _name, _changed, _more, _run in (
-    ("groups", "Tensor(a!) q, Tensor(b!) s", ", int group", store_groups),
-    ("static", "Tensor(a!) q, Tensor s", "", store_statically),
-):
-    _library.define(f"{_name}(Tensor input, {_changed}{_more}) -> ()")
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"framework::{_name}", lambda *_: None, lib=_library)
 QUANTS = {"framework::groups": quantize_groups, "framework::static": quantize_statically}
 
 
@@ -278,38 +253,30 @@ def quantized_layer(layout: str) -> Any:
     return layer
 
 
-def quantizes(rank: int, world_size: int, layout: str) -> tuple[str | None, str]:
-    inputs = Inputs(shape=(26, 512)).make(rank)
-    module = make_fx(quantized_layer(layout), tracing_mode="fake")(*inputs)
-    with torch.no_grad():
-        expected = module(*inputs)
-        report = fuse(
-            *(module, None, comm()),
-            all_reduce_ops=["framework::all_reduce"],
-            decompositions=TABLE | QUANTS,
-        )
-        module.graph.lint()
-        actual = module(*inputs)
+@on(cpu=(2,))
+@pytest.mark.parametrize(
+    ("layout", "quant", "note"),
+    [
+        ("row_major", "per_group 128", ""),
+        ("column_major", "per_group 128", ""),
+        ("column_major_tma", "per_group 128", ""),
+        ("static", "per_tensor", ""),
+        ("padded", None, "a layout allnorm does not write"),
+    ],
+)
+def test_operators_that_store_fp8(
+    rank: int, world_size: int, layout: str, quant: str | None, note: str
+) -> None:
+    module, report, actual, expected = fuse_and_run(
+        rank, quantized_layer(layout), tokens=26, decompositions=TABLE | QUANTS
+    )
     (site,) = report.fused
+    assert site.quant == quant
+    assert note in site.note if note else not site.note
     assert_same_bits(actual[1], expected[1], "the sum")
     different = actual[0].view(torch.uint8) != expected[0].view(torch.uint8)
     assert float(different.float().mean()) < 0.01
     if layout != "static":
         assert actual[2].stride() == expected[2].stride()
         torch.testing.assert_close(actual[2], expected[2], rtol=0.01, atol=0)
-    assert bool(nodes_calling(module, "auto_functionalized")) == (site.quant is None)
-    return site.quant, site.note
-
-
-@on(cpu=[2])
-@pytest.mark.parametrize("layout", ["row_major", "column_major", "column_major_tma", "static"])
-def test_operators_that_store_fp8_are_fused(pool: RankPool, layout: str) -> None:
-    kind = "per_tensor" if layout == "static" else "per_group 128"
-    assert pool.run(quantizes, layout) == [(kind, "")] * 2
-
-
-@on(cpu=[2])
-def test_scales_in_another_layout_are_left_alone(pool: RankPool) -> None:
-    (quant, note), _ = pool.run(quantizes, "padded")
-    assert quant is None
-    assert "a layout allnorm does not write" in note
+    assert bool(nodes_calling(module, "auto_functionalized")) == (quant is None)
