@@ -1,4 +1,4 @@
-"""Sharded residuals and all_gather_rows: a model's layers, what is refused, what is planned."""
+"""Sharded residuals and all_gather_rows: layers of a model, refused calls, plans."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import itertools
 
 import pytest
 import torch
-from rank_helpers import DTYPES, Case, assert_ranks_agree, comm, message_of, on
+from rank_helpers import DTYPES, Case, assert_ranks_agree, comm, message_of, on, same_on_every_rank
 
 import allnorm
 from allnorm import reference
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
-TOKENS = (0, 1, 2, 3, 5, 7, 33)
 SPECS = (
     None,
     allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
@@ -21,8 +20,10 @@ SPECS = (
 )
 
 
-def layers(rank: int, world_size: int, tokens: int) -> None:
-    """A model: the residual stays sharded from layer to layer and is gathered at the end."""
+@on(cpu=(1, 2, 3, 4), gpu=(1, 2, 3, 8))
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 5, 7, 33])
+def test_layers(rank: int, world_size: int, tokens: int) -> None:
+    """The residual stays sharded from layer to layer and is gathered at the end."""
     c = comm()
     lo, hi = c.row_shard(tokens)
     assert (lo, hi) == reference.row_shard(tokens, world_size, rank)
@@ -49,15 +50,9 @@ def layers(rank: int, world_size: int, tokens: int) -> None:
     assert_ranks_agree(c, gathered)
 
 
-@on(cpu=(1, 2, 3, 4), gpu=(1, 2, 3, 8))
-def test_layers(pool: RankPool) -> None:
-    for tokens in TOKENS:
-        pool.run(layers, tokens)
-
-
 @on(cpu=(2, 5), gpu=(2, 8))
-def test_shards_of_no_rows_that_have_memory(rank: int, world_size: int) -> None:
-    """The owner of no row has a residual all the same: it is not told from its memory."""
+def test_empty_shards_may_have_memory(rank: int, world_size: int) -> None:
+    """Shows that memory does not tell whether a rank that owns no row has a residual."""
     c = comm()
     case = Case((1, 64), sharded=True)
     arguments = case.call_arguments(c)
@@ -66,8 +61,9 @@ def test_shards_of_no_rows_that_have_memory(rank: int, world_size: int) -> None:
     case.compare(c, *c.all_reduce_add_rms_norm(case.x(rank), **arguments))
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
-    """Calls that every rank makes alike; each rank's own bounds are taken out of the words."""
+@on(cpu=(2, 3), gpu=(2,))
+def test_refusals(rank: int, world_size: int) -> None:
+    """All ranks refuse with equal messages, except those that name the rank's own rows."""
     c = comm()
     case = Case((6, 64), sharded=True)
     x, a = case.x(rank), case.call_arguments(c)
@@ -98,16 +94,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
             assert all(word in text for word in words), (text, words)
             texts.append(text)
         case.check(c)
-    return [text for text in texts if "row" not in text]
+    same_on_every_rank([text for text in texts if "row" not in text])
 
 
-@on(cpu=(2, 3), gpu=(2,))
-def test_refusals(pool: RankPool) -> None:
-    texts = pool.run(refusals)
-    assert all(other == texts[0] for other in texts)
-
-
-def plans(rank: int, world_size: int) -> list[object]:
+@on(cpu=(1, 2, 3), gpu=(1, 2, 8))
+def test_plans(rank: int, world_size: int) -> None:
     c = comm()
     found = []
     for tokens, hidden_size, spec, dtype in itertools.product(
@@ -119,7 +110,7 @@ def plans(rank: int, world_size: int) -> list[object]:
         assert plan.algorithm == ("two_shot" if world_size > 1 else "unfused")
         assert "owners" in plan.reason or world_size == 1
         assert (plan.num_chunks == 0) == (tokens == 0)
-        # Quantization chooses no other algorithm.
+        # Quantization does not change the algorithm.
         whole = c.plan(tokens, hidden_size, dtype, spec)
         assert whole.algorithm == c.plan(tokens, hidden_size, dtype).algorithm
         found.append(whole)
@@ -133,13 +124,7 @@ def plans(rank: int, world_size: int) -> list[object]:
     ):
         assert words in message_of(error, lambda: c.plan(*arguments))  # noqa: B023
     assert c.plan(3, 128, torch.bfloat16, return_normed=True).algorithm
-    return found
-
-
-@on(cpu=(1, 2, 3), gpu=(1, 2, 8))
-def test_plans(pool: RankPool) -> None:
-    results = pool.run(plans)
-    assert all(result == results[0] for result in results)
+    same_on_every_rank(found)
 
 
 @on(cpu=(2, 3), gpu=(2,))
@@ -163,10 +148,10 @@ def test_refusals_of_all_gather_rows(rank: int, world_size: int) -> None:
         (TypeError, "num_tokens='4'", lambda: c.row_shard("4")),
     ):
         assert words in message_of(error, call), words
-    room = torch.empty(tokens, 64, dtype=shard.dtype, device=c.device)
+    memory = torch.empty(tokens, 64, dtype=shard.dtype, device=c.device)
     lo, hi = c.row_shard(tokens)
     with pytest.raises(ValueError, match=r"out shares memory with residual_shard\. Pass separate"):
-        c.all_gather_rows(room[lo:hi], tokens, out=room)
+        c.all_gather_rows(memory[lo:hi], tokens, out=memory)
     with pytest.raises(allnorm.UnsupportedError, match=r"owners.*'auto'"):
         c.all_gather_rows(shard, tokens, algorithm="one_shot")
     assert c.all_gather_rows(shard, tokens).shape == (tokens, 64)
