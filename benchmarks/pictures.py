@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import NullLocator
@@ -181,34 +182,48 @@ def latency(figure: Figure, theme: Theme, chart: Chart) -> None:
     for library in sorted(rows, key=lambda name: rows[name][1]["p50_us"]):
         tokens = sorted(rows[library])
         times = [rows[library][t]["p50_us"] for t in tokens]
-        own = library == "allnorm"
-        look = {"linewidth": 2.6, "markersize": 5} if own else {"linewidth": 1.4, "markersize": 3}
-        color = theme.own if own else COLORS[library]
-        axes.plot(tokens, times, marker="o", color=color, zorder=3 if own else 2, **look)
+        look = line(library, theme)
+        axes.plot(tokens, times, **look)
         height = max(times[0], height * 1.38)  # names must not overlap
-        place = {"ha": "right", "va": "center", "weight": "bold" if own else "normal"}
-        axes.text(tokens[0] * 0.8, height, library, color=color, **place)
+        place = {"ha": "right", "va": "center", "color": look["color"]}
+        place["weight"] = "bold" if library == "allnorm" else "normal"
+        axes.text(tokens[0] * 0.8, height, library, **place)
     floor = link_times(rows["allnorm"])
     axes.plot(list(floor), list(floor.values()), "--", color=theme.quiet, linewidth=1.2)
     place = {"ha": "left", "va": "top", "textcoords": "offset points"}
     axes.annotate(
         "minimum time of the link", (256, floor[256]), (8, -4), color=theme.quiet, **place
     )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=10)
-    ticks = [1, 4, 16, 64, 256, 1024, 8192]
-    axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
-    ticks = [2, 5, 10, 20, 50, 100, 200, 400]
-    axes.set_yticks(ticks, [f"{tick}" for tick in ticks])
-    axes.yaxis.set_minor_locator(NullLocator())
+    scale(axes, [1, 4, 16, 64, 256, 1024, 8192], [2, 5, 10, 20, 50, 100, 200, 400])
     axes.set_xlim(0.085)
     axes.set_ylim(1.6)
-    axes.grid(alpha=0.25)
-    axes.set_xlabel("tokens")
     axes.set_ylabel("us per call")
     axes.set_title(
         f"tokens x {chart.hidden_size}, bf16, {chart.world_size} H200s: p50 in CUDA graphs"
     )
+
+
+def line(library: str, theme: Theme) -> dict[str, Any]:
+    """Returns the style of a library's line; allnorm's is thick and in front."""
+    own = library == "allnorm"
+    return {
+        "marker": "o",
+        "color": theme.own if own else COLORS.get(library, theme.quiet),
+        "linewidth": 2.6 if own else 1.4,
+        "markersize": 5 if own else 3,
+        "zorder": 3 if own else 2,
+    }
+
+
+def scale(axes: Axes, tokens: list[int], times: list[int]) -> None:
+    """Makes both axes logarithmic, with these numbers of tokens and times as ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=10)
+    axes.set_xticks(tokens, map(str, tokens))
+    axes.set_yticks(times, map(str, times))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("tokens")
 
 
 def both_modes(figure: Figure, theme: Theme, source: Source) -> None:
@@ -222,36 +237,23 @@ def both_modes(figure: Figure, theme: Theme, source: Source) -> None:
                 for library, of in times.items()
             }
         for library, of in times.items():
-            own = library == "allnorm"
-            axes.plot(
-                list(of),
-                list(of.values()),
-                marker="o",
-                color=theme.own if own else COLORS.get(library, theme.quiet),
-                label="the norm alone" if library == "local" else library,
-                linestyle="--" if library == "local" else "-",
-                linewidth=2.6 if own else 1.4,
-                markersize=5 if own else 3,
-                zorder=3 if own else 2,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=10)
-        ticks = sorted(times["allnorm"])
-        axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
-        ticks = [1, 2, 5, 10, 20, 50]
-        axes.set_yticks(ticks, [f"{tick}" for tick in ticks])
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.grid(alpha=0.25)
-        axes.set_xlabel("tokens")
+            local = library == "local"
+            look = {"label": "the norm alone" if local else library, **line(library, theme)}
+            axes.plot(list(of), list(of.values()), linestyle="--" if local else "-", **look)
+        scale(axes, sorted(times["allnorm"]), [1, 2, 5, 10, 20, 50])
         axes.set_ylabel(label)
         axes.set_title(title)
-    low, high = (limit(axes.get_ylim()[side] for axes in figure.axes)
-                 for limit, side in ((min, 0), (max, 1)))  # fmt: skip
+    bottoms, tops = zip(*(axes.get_ylim() for axes in figure.axes), strict=True)
     for axes in figure.axes:
-        axes.set_ylim(low, high)
+        axes.set_ylim(min(bottoms), max(tops))
+    legend(figure)
+    figure.suptitle("tokens x 4096, bf16, 2 H100s: p50 in CUDA graphs", fontsize="large")
+
+
+def legend(figure: Figure) -> None:
+    """Draws one legend, of the last axes, below all axes."""
     handles, labels = figure.axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle("tokens x 4096, bf16, 2 H100s: p50 in CUDA graphs", fontsize="large")
 
 
 def link_times(rows: dict[int, Row]) -> dict[int, float]:
@@ -277,13 +279,12 @@ def engines(figure: Figure, theme: Theme) -> None:
                 for place, height, batch in zip(places, heights, batches, strict=True):
                     saved = 1 - height / times["default"][batch]
                     axes.text(place, height * 0.97, f"-{saved:.1%}", fontsize="small", **look)
-        axes.set_xticks(range(len(batches)), [f"{batch}" for batch in batches])
+        axes.set_xticks(range(len(batches)), map(str, batches))
         axes.set_xlabel("sequences in the batch")
         axes.set_title(title)
         axes.margins(y=0.12)
     figure.axes[0].set_ylabel("ms per output token")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    legend(figure)
     figure.suptitle("vLLM 0.26: time per output token, bf16", fontsize="large")
 
 
@@ -305,10 +306,9 @@ def idea(figure: Figure, theme: Theme) -> None:
 
     quiet = {"color": theme.quiet, "fontsize": "small", "va": "center"}
     axes.text(1, 31.5, "separate steps: 4 kernels, rows go through memory between them", **quiet)
-    steps = (("GEMM", 11), ("all-reduce", 16), ("add", 10), ("RMSNorm", 14), ("quantize", 14),
-             ("GEMM", 11))  # fmt: skip
+    widths = {"GEMM": 11, "all-reduce": 16, "add": 10, "RMSNorm": 14, "quantize": 14}
     x = 1.0
-    for text, width in steps:
+    for text, width in [*widths.items(), ("GEMM", 11)]:
         box(x, 24, width, text)
         if x > 1:
             arrow(x - 4.4, x, 26.5)
