@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from allnorm import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, reference
 
 calls: list[tuple[str, dict[str, Any]]] = []
 
 
-def _reduce(x: torch.Tensor) -> torch.Tensor:
+def _reduce(x: Tensor) -> Tensor:
     total = x.clone()
     dist.all_reduce(total)
     return total
@@ -66,7 +67,7 @@ def create_workspace(
     create_metadata: bool = False,
     comm_backend: Any = None,
     use_symm_dev_mem: bool = False,
-) -> tuple[list[list[int]], torch.Tensor]:
+) -> tuple[list[list[int]], Tensor]:
     print("noise of old versions")
     assert (tp_rank, tp_size) == (dist.get_rank(group), dist.get_world_size(group))
     dist.barrier(group)
@@ -75,26 +76,26 @@ def create_workspace(
 
 
 def allreduce_fusion(
-    allreduce_in: torch.Tensor,
+    allreduce_in: Tensor,
     world_size: int,
     world_rank: int,
     token_num: int,
     hidden_dim: int,
-    workspace_ptrs: torch.Tensor,
+    workspace_ptrs: Tensor,
     launch_with_pdl: bool,
     trigger_completion_at_end: bool,
     fp32_acc: bool,
     pattern_code: int,
     use_oneshot: bool | None,
-    allreduce_out: torch.Tensor | None,
-    residual_in: torch.Tensor,
-    residual_out: torch.Tensor,
-    norm_out: torch.Tensor | None,
-    quant_out: torch.Tensor | None,
-    scale_out: torch.Tensor | None,
-    rms_gamma: torch.Tensor,
+    allreduce_out: Tensor | None,
+    residual_in: Tensor,
+    residual_out: Tensor,
+    norm_out: Tensor | None,
+    quant_out: Tensor | None,
+    scale_out: Tensor | None,
+    rms_gamma: Tensor,
     rms_eps: float,
-    scale_factor: torch.Tensor | None,
+    scale_factor: Tensor | None,
     layout_code: int | None,
     metadata: dict[str, Any] | None = None,
     block_quant_group_size: int | None = None,
@@ -153,7 +154,7 @@ class CustomAllreduce:
     def finalize_p2p(self) -> None:
         self.disabled = False
 
-    def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+    def custom_all_reduce(self, x: Tensor) -> Tensor | None:
         return _reduce(x) if x.numel() * x.element_size() < self.max_size else None
 
     @contextlib.contextmanager
@@ -164,9 +165,7 @@ class CustomAllreduce:
         calls.append(("close", {}))
 
 
-def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> None:
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
     residual.add_(x)
     x.copy_(F.rms_norm(residual, (x.shape[-1],), weight, epsilon))
 
@@ -199,10 +198,10 @@ class CustomAllReduceV2:
         self.disabled, self.obj = False, object()
         self.push = (max_push_size, max_push_blocks, max_pull_size, max_pull_blocks)
 
-    def should_custom_ar(self, x: torch.Tensor) -> bool:
+    def should_custom_ar(self, x: Tensor) -> bool:
         return x.numel() * x.element_size() % 16 == 0
 
-    def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def custom_all_reduce(self, x: Tensor) -> Tensor:
         x.copy_(_reduce(x))  # as the real one does in CUDA graphs
         return x.clone()
 
@@ -215,18 +214,18 @@ class CustomAllReduceV2:
 
 
 def all_reduce_residual_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
     norm_eps: float,
     *,
     world_size: int,
     gemma: bool = False,
-    residual_out: torch.Tensor | None = None,
+    residual_out: Tensor | None = None,
     cluster_size: int | None = None,
     two_shot: bool | None = None,
     vecs_per_thread: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     calls.append(("sglang", {"two_shot": two_shot}))
     assert residual_out is not None
     residual_out.copy_(_reduce(x) + residual)
@@ -234,7 +233,7 @@ def all_reduce_residual_norm(
     return F.rms_norm(residual_out, (x.shape[-1],), gain, norm_eps), residual_out
 
 
-def overwriting_norm(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+def overwriting_norm(x: Tensor, *args: Any, **options: Any) -> Any:
     """Returns right results for three arms on two buffer sets; then it overwrites its input."""
     found = all_reduce_residual_norm(x, *args, **options)
     if sum(name == "sglang" for name, _ in calls) > 6:
@@ -268,16 +267,16 @@ class Handle:
 def install_symm_mem() -> None:
     import torch.distributed._symmetric_memory as memory
 
-    def rendezvous(buffer: torch.Tensor, group: str) -> Handle:
+    def rendezvous(buffer: Tensor, group: str) -> Handle:
         calls.append(("rendezvous", {"elems": buffer.numel(), "group": group}))
         dist.barrier()
         return Handle()
 
-    def one_shot(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    def one_shot(x: Tensor, op: str, group: str) -> Tensor:
         assert op == "sum"
         return _reduce(x)
 
-    def two_shot(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    def two_shot(x: Tensor, op: str, group: str) -> Tensor:
         assert op == "sum"
         return x.copy_(_reduce(x))
 

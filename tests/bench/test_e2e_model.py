@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import allnorm
 from allnorm.bench.e2e import models as e2e_models
@@ -21,11 +22,11 @@ MODELS = ["tiny", "tiny-qk-norm", "tiny-gemma", "tiny-moe"]
 BATCH, LENGTH, TOKENS = 3, 7, 5
 
 
-def prompts(model: Transformer) -> torch.Tensor:
+def prompts(model: Transformer) -> Tensor:
     return torch.randint(model.vocab_size, (BATCH, LENGTH), generator=torch.manual_seed(3))
 
 
-def generate(rank: int, world_size: int, name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def generate(rank: int, world_size: int, name: str) -> tuple[Tensor, list[Tensor]]:
     """Returns tokens, and this rank's part of the logits of each step in float32."""
     model = e2e_models.find(name)
     made = weights.make(model, rank, world_size, torch.float32, CPU)
@@ -49,24 +50,24 @@ def test_sharded_as_alone(name: str) -> None:
         torch.testing.assert_close(logits, expected, atol=3e-5, rtol=3e-5)
 
 
-def plain(model: Transformer, w: Weights, tokens: torch.Tensor) -> torch.Tensor:
+def plain(model: Transformer, w: Weights, tokens: Tensor) -> Tensor:
     """Computes the logits of the last token of a sequence by plain code without a cache."""
 
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.eps) * weight
 
-    def around_one(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def around_one(x: Tensor, weight: Tensor) -> Tensor:
         return norm(x, weight + model.weight_bias)
 
-    def returned(x: torch.Tensor, post: allnorm.PostNorm | None) -> torch.Tensor:
+    def returned(x: Tensor, post: allnorm.PostNorm | None) -> Tensor:
         return around_one(x, post.weight) if post else x
 
-    def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = F.linear(x, gate_up).chunk(2, -1)
         gate = F.gelu(gate, approximate="tanh") if model.name == "tiny-gemma" else F.silu(gate)
         return F.linear(gate * up, down)
 
-    def experts(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    def experts(x: Tensor, layer: Layer) -> Tensor:
         if layer.router is None:
             return mlp(x, layer.gate_up, layer.down)
         every = [mlp(x, *matrices) for matrices in zip(layer.gate_up, layer.down, strict=True)]
@@ -75,7 +76,7 @@ def plain(model: Transformer, w: Weights, tokens: torch.Tensor) -> torch.Tensor:
         weights = likely * chosen / (likely * chosen).sum(-1, keepdim=True)
         return torch.einsum("te,eth->th", weights, torch.stack(every))
 
-    def rotate(x: torch.Tensor) -> torch.Tensor:
+    def rotate(x: Tensor) -> Tensor:
         angle = torch.arange(len(x))[:, None] * model.rope_theta ** (
             -torch.arange(0, model.head_dim, 2) / model.head_dim
         )

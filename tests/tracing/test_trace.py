@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_helpers import comm, on
+from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
@@ -22,7 +23,7 @@ from allnorm.tracing.collect import Collector, kernel
 class RMSNorm(torch.nn.Module):
     """An RMSNorm in plain arithmetic, as in models."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
@@ -33,7 +34,7 @@ class Layer(torch.nn.Module):
         self.norm = RMSNorm()
         self.weight = torch.nn.Parameter(torch.ones(64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.fused:
             return comm().all_reduce_add_rms_norm(x, x, self.weight, 1e-6)[0]
         x = x.clone()
@@ -46,7 +47,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(Layer(one) for one in fused)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
         return x
@@ -88,7 +89,7 @@ def count(rank: int, world_size: int) -> dict[str, Any]:
         model(torch.cat([model(x), x[:, :1]], dim=-1))  # the weight has a wrong width
     results["raised"] = report.summary()
 
-    def compiled(x: torch.Tensor) -> torch.Tensor:
+    def compiled(x: Tensor) -> Tensor:
         normed, _ = c.all_reduce_add_rms_norm(x, x, torch.ones(64), 1e-6)
         return normed + 1
 

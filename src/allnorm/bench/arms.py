@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 import allnorm
 from allnorm import reference
@@ -27,7 +28,7 @@ from allnorm.testing import copy_all, same_bits
 Call = Callable[[int], Any]
 """Runs one call on the inputs of the buffer set with that index."""
 
-Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Takes normed rows [num_tokens, hidden_size]; returns the quantized rows and their scales."""
 
 _NO_QUANTIZER = "there is no separate kernel for this quantization here"
@@ -61,7 +62,7 @@ class Reduction:
     """A plain all-reduce of this rank's partial sums, to be followed by a norm."""
 
     name: str  # name of the arm without the suffix of the norm
-    call: Callable[[int], torch.Tensor]  # returns the reduced sum of a buffer set
+    call: Callable[[int], Tensor]  # returns the reduced sum of a buffer set
     # As in Arm.
     reset: Callable[[], object] = lambda: None
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -116,7 +117,7 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
         return _sharded(case, mode, name, local)
     copies = [] if mode.experts else [x.clone() for x in case.xs]
 
-    def all_reduce(index: int) -> torch.Tensor:
+    def all_reduce(index: int) -> Tensor:
         x = sum_experts(case.xs[index]) if mode.experts else copies[index]
         dist.all_reduce(x)
         return x
@@ -231,7 +232,7 @@ def _norm_twice(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -
     assert norm is not None
     options: dict[str, Any] = {"weight_bias": norm.weight_bias, "numerics": case.numerics}
 
-    def reduce(index: int) -> torch.Tensor:
+    def reduce(index: int) -> Tensor:
         x = case.xs[index]
         normed, _ = comm.all_reduce_add_rms_norm(x, None, norm.weight, norm.eps, **options)
         return normed
@@ -251,7 +252,7 @@ def _sum_first(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) ->
     return Arm(name, call, outcome_of)
 
 
-def sum_experts(experts: allnorm.ExpertSum) -> torch.Tensor:
+def sum_experts(experts: allnorm.ExpertSum) -> Tensor:
     """Sums the rows of experts, given by an index, with weights: a Triton kernel; on CPUs, PyTorch.
 
     A CUDA graph can capture it for numbers of tokens with which it was called before.
@@ -275,7 +276,7 @@ def sum_experts(experts: allnorm.ExpertSum) -> torch.Tensor:
 
 
 @cache
-def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns zeros in place of a shared expert's rows, which the Triton kernel requires."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -328,7 +329,7 @@ def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
 
     launch = triton_quantizer.plan(spec, hidden_size)
 
-    def quantize(normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(normed: Tensor) -> tuple[Tensor, Tensor]:
         quantized = torch.empty_like(normed, dtype=torch.float8_e4m3fn)
         if isinstance(spec, allnorm.Fp8PerTensor):
             scale = spec.scale
@@ -382,12 +383,12 @@ def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
 
 
 def _local_norm(
-    case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
+    case: Case, residuals: list[Tensor], spec: Quant | None, mode: Mode
 ) -> Callable[..., Any]:
     rest = [(batch.weight, case.shape.eps) for batch in case.batches]
     options = case.options(mode) | ({"quant": spec} if spec else {})
 
-    def norm(index: int, x: torch.Tensor) -> Any:
+    def norm(index: int, x: Tensor) -> Any:
         result = _local(mode)(x, residuals[index], *rest[index], **options)
         if spec is None:
             return result[1], result[0]
@@ -397,12 +398,12 @@ def _local_norm(
 
 
 def _torch_norm(
-    case: Case, residuals: list[torch.Tensor], spec: Quant | None, mode: Mode
+    case: Case, residuals: list[Tensor], spec: Quant | None, mode: Mode
 ) -> Callable[..., Any]:
     weights, eps, size = case.unbiased_weights(), case.shape.eps, (case.shape.hidden_size,)
     quantize = quantizer(spec, case.shape.hidden_size, case.device) if spec else None
 
-    def norm(index: int, x: torch.Tensor) -> Any:
+    def norm(index: int, x: Tensor) -> Any:
         residual = residuals[index] + x
         normed = F.rms_norm(residual, size, weights[index], eps)
         if quantize is None:
@@ -412,12 +413,12 @@ def _torch_norm(
     return norm
 
 
-def _padded(rows: torch.Tensor, height: int) -> torch.Tensor:
+def _padded(rows: Tensor, height: int) -> Tensor:
     """Returns a contiguous copy, padded with rows of zeros to `height` rows."""
     return F.pad(rows, (0, 0, 0, height - rows.shape[0])).contiguous()
 
 
-def _gather(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+def _gather(parts: list[Tensor]) -> list[Tensor]:
     """Gathers all ranks' rows of each part; in one launch on GPUs."""
     ranks = dist.get_world_size()
     wholes = [part.new_empty(part.shape[0] * ranks, *part.shape[1:]) for part in parts]

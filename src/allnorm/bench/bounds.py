@@ -10,6 +10,7 @@ unit in the last place of the FP8 number.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 import allnorm
 from allnorm import reference
@@ -17,7 +18,7 @@ from allnorm.bench.case import Case, Outcome
 from allnorm.names import TOP_K
 from allnorm.quant import DTYPE, E2M1_SIZES, NVFP4_GROUP_SIZE, Quant, is_swizzled, swizzled_rows
 
-Result = tuple[torch.Tensor, torch.Tensor]
+Result = tuple[Tensor, Tensor]
 """A pair (normed, residual_out)."""
 
 _SECOND_ORDER = 1.05  # allows for products of roundings, which the first-order bound omits
@@ -45,11 +46,7 @@ def describe_error(got: Outcome, case: Case, index: int, quant: str) -> str:
 
 
 def describe_quantized(
-    quantized: torch.Tensor,
-    scale: torch.Tensor,
-    normed: torch.Tensor,
-    limit: torch.Tensor,
-    spec: Quant,
+    quantized: Tensor, scale: Tensor, normed: Tensor, limit: Tensor, spec: Quant
 ) -> str:
     """Describes the scales or values that exceed their bounds; "" if none do.
 
@@ -80,16 +77,14 @@ def describe_quantized(
     return _compare("dequantized", elements * units, wanted, _SECOND_ORDER * near)
 
 
-def _decode(quantized: torch.Tensor) -> torch.Tensor:
+def _decode(quantized: Tensor) -> Tensor:
     """Returns the values of packed e2m1 elements, two per byte, in float32."""
     sizes = torch.tensor(E2M1_SIZES, device=quantized.device)
     codes = torch.stack((quantized & 15, quantized >> 4), -1).flatten(-2).long()
     return sizes[codes & 7] * torch.where(codes & 8 != 0, -1.0, 1.0)
 
 
-def scale_of_elements(
-    scale: torch.Tensor, spec: Quant, num_tokens: int, hidden_size: int
-) -> torch.Tensor:
+def scale_of_elements(scale: Tensor, spec: Quant, num_tokens: int, hidden_size: int) -> Tensor:
     """Expands scales of any layout and format to one per element: float32 [rows, columns]."""
     if isinstance(spec, allnorm.Fp8PerTensor):
         return scale.reshape(1, 1).expand(num_tokens, hidden_size)
@@ -133,7 +128,7 @@ def bounds(case: Case, index: int) -> Result:
     return normed + info.smallest_normal * info.eps * 4, delta
 
 
-def _sum_error(experts: allnorm.ExpertSum) -> torch.Tensor:
+def _sum_error(experts: allnorm.ExpertSum) -> Tensor:
     """Returns the error bound of float32 sums of experts' rows, for any order of summation."""
     rows, weights, shared = experts.rows, experts.weights, experts.shared
     sizes = allnorm.ExpertSum(
@@ -146,9 +141,7 @@ def _sum_error(experts: allnorm.ExpertSum) -> torch.Tensor:
     )
 
 
-def _after_norm(
-    summed: torch.Tensor, delta: torch.Tensor, gain: torch.Tensor, eps: float, unit: float
-) -> torch.Tensor:
+def _after_norm(summed: Tensor, delta: Tensor, gain: Tensor, eps: float, unit: float) -> Tensor:
     """Returns the error bound of the norm of `summed`, whose own error bound is `delta`."""
     norm = (summed.square().mean(-1, keepdim=True) + eps).sqrt()
     # |rms(z + d) - rms(z)| <= rms(d); then the rounding of the float32 sum of squares.
@@ -166,7 +159,7 @@ def _group_size(spec: Quant, hidden_size: int) -> int:
     return spec.group_size if isinstance(spec, allnorm.Fp8PerGroup) else hidden_size
 
 
-def _scale(largest: torch.Tensor, spec: Quant) -> torch.Tensor:
+def _scale(largest: Tensor, spec: Quant) -> Tensor:
     """Returns the scale for groups with these largest magnitudes."""
     if isinstance(spec, allnorm.NvFp4):
         scale = largest.clamp(min=0) * spec.global_scale / 6
@@ -179,7 +172,7 @@ def _scale(largest: torch.Tensor, spec: Quant) -> torch.Tensor:
     return scale
 
 
-def _half_unit(magnitude: torch.Tensor, is_fp4: bool) -> torch.Tensor:
+def _half_unit(magnitude: Tensor, is_fp4: bool) -> Tensor:
     """Returns half a unit in the last place of e2m1 or float8_e4m3fn numbers of that magnitude."""
     if is_fp4:
         return torch.where(magnitude < 2, 0.25, torch.where(magnitude < 4, 0.5, 1.0))
@@ -187,7 +180,7 @@ def _half_unit(magnitude: torch.Tensor, is_fp4: bool) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(magnitude), exponent.clamp(min=-6) - 4)
 
 
-def _compare(name: str, got: torch.Tensor, wanted: torch.Tensor, limit: torch.Tensor) -> str:
+def _compare(name: str, got: Tensor, wanted: Tensor, limit: Tensor) -> str:
     error = (got.float() - wanted.float()).abs()
     outside = ~(error <= limit)  # also where the error is NaN
     if not bool(outside.any()):

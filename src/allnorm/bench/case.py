@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import allnorm
 from allnorm import reference
@@ -21,10 +22,10 @@ NUM_SETS = 2  # buffer sets, used in rotation
 class Outcome:
     """The result of one call."""
 
-    residual: torch.Tensor  # the new residual, or this rank's rows of it
-    normed: torch.Tensor | None = None  # [num_tokens, hidden_size], in the dtype of the input
-    quantized: torch.Tensor | None = None  # float8_e4m3fn, in the shape of `normed`
-    scale: torch.Tensor | None = None  # scales in the layout of the spec
+    residual: Tensor  # the new residual, or this rank's rows of it
+    normed: Tensor | None = None  # [num_tokens, hidden_size], in the dtype of the input
+    quantized: Tensor | None = None  # float8_e4m3fn, in the shape of `normed`
+    scale: Tensor | None = None  # scales in the layout of the spec
     # The row range that `residual` covers; None: all rows.
     rows: tuple[int, int] | None = None
 
@@ -41,16 +42,14 @@ class Case:
     numerics: str  # rounding mode of allnorm's calls
     batches: tuple[Batch, ...]  # the inputs of all ranks, per buffer set
     # The reference's normed rows and new residual, per buffer set.
-    expected: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    expected: tuple[tuple[Tensor, Tensor], ...]
     post_norm: allnorm.PostNorm | None = None  # norm of the reduced sum
     # All ranks' expert sums, which replace the partial sums, per buffer set; () for none.
     experts: tuple[tuple[allnorm.ExpertSum, ...], ...] = ()
     islands: Any = None  # the islands, in the form of `allnorm.reference`
     _changed: dict[tuple[bool, int], Case] = field(default_factory=dict)
     _specs: dict[str, Quant | None] = field(default_factory=dict)
-    _quantized: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = field(
-        default_factory=dict
-    )
+    _quantized: dict[str, tuple[tuple[Tensor, Tensor], ...]] = field(default_factory=dict)
 
     def of(self, mode: Mode) -> Case:
         """Returns the case with the post norm or experts of the mode."""
@@ -84,7 +83,7 @@ class Case:
             self._specs[quant] = quant_of(quant, self.device)
         return self._specs[quant]
 
-    def quantized(self, quant: str) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    def quantized(self, quant: str) -> tuple[tuple[Tensor, Tensor], ...]:
         """Returns the reference's quantized rows and scales, per buffer set."""
         if quant not in self._quantized:
             spec = self.spec(quant)
@@ -104,11 +103,11 @@ class Case:
         spec = self.spec(mode.quant)
         return options | ({"quant": spec, "return_normed": mode.return_normed} if spec else {})
 
-    def rest(self, rows: slice = slice(None)) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+    def rest(self, rows: slice = slice(None)) -> list[tuple[Tensor, Tensor, float]]:
         """Returns the residual (or some rows of it), weight and eps of a call, per buffer set."""
         return [(batch.residual[rows], batch.weight, self.shape.eps) for batch in self.batches]
 
-    def unbiased_weights(self) -> list[torch.Tensor]:
+    def unbiased_weights(self) -> list[Tensor]:
         """Returns the weights plus their bias, for norms without a bias, per buffer set."""
         bias = self.shape.weight_bias
         return [batch.weight + bias if bias else batch.weight for batch in self.batches]
@@ -148,7 +147,7 @@ def _with_expected(case: Case) -> Case:
     return replace(case, expected=expected, _changed={}, _specs={}, _quantized={})
 
 
-def _experts(shared: torch.Tensor, top_k: int, seed: int) -> allnorm.ExpertSum:
+def _experts(shared: Tensor, top_k: int, seed: int) -> allnorm.ExpertSum:
     """Makes rows of experts in random order, as a grouped GEMM writes them; all are local."""
     num_tokens, hidden_size = shared.shape
     generator = torch.Generator(shared.device).manual_seed(seed)

@@ -24,13 +24,7 @@ import allnorm
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case
 from allnorm.testing import calls_per_graph, copy_all, gather, start_together
-from allnorm.testing.timing import (
-    calls_that_fit,
-    capture_turns,
-    percentile,
-    time_calls,
-    time_steps,
-)
+from allnorm.testing.timing import calls_that_fit, capture_turns, percentile, time_calls, time_steps
 
 Samples = dict[str, list[float]]
 """Microseconds per call, by the name of the arm."""

@@ -51,11 +51,7 @@ def _linear(  # type: ignore[no-untyped-def]
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor | None = None,
-    *,
-    is_dependent: bool,
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, *, is_dependent: bool
 ) -> torch.Tensor:
     """Returns `x @ weight.T`, accumulated in float32.
 

@@ -33,18 +33,15 @@ _PROMPT, _TOKENS = {"cuda": 128, "cpu": 16}, {"cuda": 64, "cpu": 8}
 def e2e(
     model: Annotated[str, option(f"Model dimensions: {', '.join(models.TRANSFORMERS)}.")] = "",
     layers: Annotated[
-        int,
-        option("Decoder layers. Default: the model's own.", min=0, show_default=False),
+        int, option("Decoder layers. Default: the model's own.", min=0, show_default=False)
     ] = 0,
     tp: Tp = "",
     batch: Annotated[str, option("Batch sizes. Default: 1,8,64 on GPUs, 1,4 on CPU.")] = "",
     prompt: Annotated[
-        int,
-        option("Tokens per prompt. Default: 128; on CPU 16.", min=0, show_default=False),
+        int, option("Tokens per prompt. Default: 128; on CPU 16.", min=0, show_default=False)
     ] = 0,
     tokens: Annotated[
-        int,
-        option("Tokens to generate. Default: 64; on CPU 8.", min=0, show_default=False),
+        int, option("Tokens to generate. Default: 64; on CPU 8.", min=0, show_default=False)
     ] = 0,
     arms: Annotated[str, option("Implementations to run, separated by commas. Default: all.")] = "",
     dtype: Dtype = "bfloat16",

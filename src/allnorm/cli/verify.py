@@ -58,12 +58,10 @@ def verify(
         ),
     ] = False,
     timeout: Annotated[
-        float,
-        option("Seconds a rank waits for its peers (--faults only).", min=0.1),
+        float, option("Seconds a rank waits for its peers (--faults only).", min=0.1)
     ] = 2.0,
     share_gpus: Annotated[
-        bool,
-        option("Allow more ranks than GPUs; sharing a GPU is slow.", "--share-gpus"),
+        bool, option("Allow more ranks than GPUs; sharing a GPU is slow.", "--share-gpus")
     ] = False,
     island_size: Annotated[
         int,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import allnorm
@@ -18,8 +19,8 @@ from allnorm.bench.e2e.sites import Arm, Partial, Site
 from allnorm.bench.e2e.weights import Layer, Weights
 from allnorm.testing import capture
 
-Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]
+Linear = Callable[[Tensor, Tensor], Tensor]
+Attend = Callable[[int, Layer, Tensor], Tensor]
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _WARM_UP_STEPS = 2
@@ -35,7 +36,7 @@ def row_parallel(product: str) -> Linear:
         return F.linear
     from allnorm.bench import triton_product
 
-    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
         if x.shape[0] > triton_product.MOST_TOKENS:
             return F.linear(x, weight)
         return triton_product.linear(x, weight, is_dependent=product == "dependent")
@@ -67,7 +68,7 @@ class Generation:
         self,
         model: Transformer,
         weights: Weights,
-        prompts: torch.Tensor,
+        prompts: Tensor,
         num_tokens: int,
         product: str = "torch",
     ) -> None:
@@ -113,7 +114,7 @@ class Generation:
             return nullcontext()
         return sdpa_kernel(_KERNELS)
 
-    def _forward(self, tokens: torch.Tensor, attend: Attend, site: Site) -> torch.Tensor:
+    def _forward(self, tokens: Tensor, attend: Attend, site: Site) -> Tensor:
         """Returns the normed rows [tokens, hidden_size] before the head."""
         weights, layers = self._weights, self._weights.layers
         after = [layer.input_norm for layer in layers[1:]] + [weights.final_norm]
@@ -129,14 +130,14 @@ class Generation:
             normed, residual = site(returned, residual, after[index], layer.mlp_post)
         return normed
 
-    def _emit(self, rows: torch.Tensor) -> None:
+    def _emit(self, rows: Tensor) -> None:
         self.logits.copy_(F.linear(rows, self._weights.head))
         self.token.copy_(self._most_likely())
         self.outputs.index_copy_(1, self._step, self.token[:, None])
         self._step += 1
         self._attention.position += 1
 
-    def _most_likely(self) -> torch.Tensor:
+    def _most_likely(self) -> Tensor:
         """Returns the most likely tokens [batch_size]; ties go to the first, on every rank."""
         largest, index = self.logits.float().max(dim=-1)
         index = index + self._rank * self.logits.shape[1]
@@ -191,11 +192,11 @@ class Mlp:
     def __init__(self, model: Transformer, linear: Linear = F.linear) -> None:
         self._gelu, self._linear = model.activation == "gelu", linear
 
-    def __call__(self, layer: Layer, normed: torch.Tensor) -> Partial:
+    def __call__(self, layer: Layer, normed: Tensor) -> Partial:
         """Returns this rank's partial sums [tokens, hidden_size]."""
         return self._linear(self.gated(F.linear(normed, layer.gate_up)), layer.down)
 
-    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: Tensor) -> Tensor:
         """Multiplies the activated gate half of each row by the other half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)) * up
@@ -213,7 +214,7 @@ class Experts(Mlp):
         self._top_k = model.top_k
         self._names = torch.arange(model.num_experts, device=device)
 
-    def __call__(self, layer: Layer, normed: torch.Tensor) -> Partial:
+    def __call__(self, layer: Layer, normed: Tensor) -> Partial:
         """Returns the rows of the experts, sorted by expert, and the index of each token's rows."""
         assert layer.router is not None
         preferred = F.linear(normed, layer.router).float().softmax(dim=-1)
@@ -271,7 +272,7 @@ class Attention:
         """Zeroes the cache, because a masked NaN would stay a NaN when multiplied by 0."""
         self._cache.zero_()
 
-    def prefill(self, index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+    def prefill(self, index: int, layer: Layer, qkv: Tensor) -> Tensor:
         """Attends causally within prompts and stores their keys and values.
 
         `qkv` is [batch_size * length, heads * head_dim], sequence by sequence. The result has the
@@ -294,7 +295,7 @@ class Attention:
             self._places > self.position, -torch.inf
         )
 
-    def decode(self, index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+    def decode(self, index: int, layer: Layer, qkv: Tensor) -> Tensor:
         """Stores one token per sequence at `position` and attends to it and all earlier tokens.
 
         `qkv` is [batch_size, heads * head_dim]. The result has the same layout, with the query
@@ -312,7 +313,7 @@ class Attention:
         )
         return out.reshape(batch_size, -1)
 
-    def _heads(self, layer: Layer, qkv: torch.Tensor, batch_size: int) -> torch.Tensor:
+    def _heads(self, layer: Layer, qkv: Tensor, batch_size: int) -> Tensor:
         """Returns heads [batch_size, length, heads, head_dim]; norms queries and keys if needed."""
         heads = qkv.view(batch_size, -1, self._q + 2 * self._kv, self._dim)
         if layer.q_norm is None:
@@ -323,12 +324,12 @@ class Attention:
         return torch.cat([queries, keys, values], dim=2)
 
     @staticmethod
-    def _rotate(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def _rotate(heads: Tensor, turns: Tensor) -> Tensor:
         """Multiplies pairs of neighbors, as complex numbers in float32, by [length, heads, .]."""
         pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turns).flatten(-2).to(heads.dtype)
 
-    def _make_turns(self, length: int, theta: float, device: torch.device) -> torch.Tensor:
+    def _make_turns(self, length: int, theta: float, device: torch.device) -> Tensor:
         """Returns rotations [length, heads, head_dim / 2] complex64; 1 for value heads.
 
         Including the value heads lets one kernel rotate all heads and one store keys and values.

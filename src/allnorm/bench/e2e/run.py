@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import allnorm
 from allnorm.bench.e2e import sites, weights
@@ -68,7 +69,7 @@ def run(rank: int, world_size: int, job: Job) -> RankResult:
     return result
 
 
-def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
+def make_prompts(job: Job, batch_size: int) -> Tensor:
     """Returns random prompts [batch_size, prompt] int64 on the CPU, different in every row."""
     generator = torch.Generator().manual_seed(_SEED)
     return torch.randint(job.model.vocab_size, (batch_size, job.prompt), generator=generator)
@@ -81,8 +82,8 @@ def make_prompts(job: Job, batch_size: int) -> torch.Tensor:
 class Trace:
     """The tokens and logits of an arm on one batch."""
 
-    tokens: torch.Tensor  # [batch_size, steps] int64, the arm's choice at each step
-    logits: list[torch.Tensor]  # per step: [batch_size, this rank's part of the vocabulary]
+    tokens: Tensor  # [batch_size, steps] int64, the arm's choice at each step
+    logits: list[Tensor]  # per step: [batch_size, this rank's part of the vocabulary]
 
     @property
     def finite(self) -> bool:
@@ -100,7 +101,7 @@ class Difference:
     equal_choices: int = 0  # number of equal tokens
 
 
-def trace(runner: Runner, steps: int, forced: torch.Tensor | None = None) -> Trace:
+def trace(runner: Runner, steps: int, forced: Tensor | None = None) -> Trace:
     """Generates and keeps the logits. Collective.
 
     With `forced` tokens, [batch_size, steps], it continues with those instead of the arm's choices.
@@ -162,7 +163,7 @@ def check(
     room = MAX_LOGITS_BYTES // (_KEPT_TRACES * logits.numel() * logits.element_size())
     steps = int(max(1, min(generation.num_tokens, room)))
 
-    def traced(name: str, forced: torch.Tensor | None) -> Trace:
+    def traced(name: str, forced: Tensor | None) -> Trace:
         if name not in runners:
             runners[name] = Runner(generation, arms[name], captured=job.device == "cuda")
         return trace(runners[name], steps, forced)
@@ -207,7 +208,7 @@ class Samples:
     ttft_us: list[float] = field(default_factory=list)  # time until the first tokens
     steps_us: list[list[float]] = field(default_factory=list)  # time of each further token
     # [batch_size, num_tokens] on the CPU.
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
         """Returns times of a `report.Result`: medians over rounds, percentiles over all steps."""

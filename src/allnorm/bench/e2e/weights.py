@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 import allnorm
 from allnorm.bench.e2e.models import Transformer
@@ -23,28 +24,28 @@ class Layer:
     With experts, `gate_up` and `down` have one matrix per expert: [num_experts, ., .].
     """
 
-    qkv: torch.Tensor  # outputs: this rank's query heads, then key heads, then value heads
-    o: torch.Tensor  # inputs: this rank's query heads; outputs: partial sums of [hidden_size]
-    gate_up: torch.Tensor  # outputs: this rank's part of the gate, then of the up projection
-    down: torch.Tensor  # inputs: this rank's part of the MLP; outputs: partial sums
-    input_norm: torch.Tensor  # [hidden_size], weight of the norm before the attention
-    mlp_norm: torch.Tensor  # [hidden_size], weight of the norm before the MLP
+    qkv: Tensor  # outputs: this rank's query heads, then key heads, then value heads
+    o: Tensor  # inputs: this rank's query heads; outputs: partial sums of [hidden_size]
+    gate_up: Tensor  # outputs: this rank's part of the gate, then of the up projection
+    down: Tensor  # inputs: this rank's part of the MLP; outputs: partial sums
+    input_norm: Tensor  # [hidden_size], weight of the norm before the attention
+    mlp_norm: Tensor  # [hidden_size], weight of the norm before the MLP
     attention_post: allnorm.PostNorm | None  # norm of the attention's result, if any
     mlp_post: allnorm.PostNorm | None  # norm of the MLP's result, if any
-    router: torch.Tensor | None  # [num_experts, hidden_size], replicated; None without experts
+    router: Tensor | None  # [num_experts, hidden_size], replicated; None without experts
     # [head_dim], weights of the norms of a query and a key head, without bias; None without norms.
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
 
 
 @dataclass(frozen=True)
 class Weights:
     """This rank's part of a transformer."""
 
-    embedding: torch.Tensor  # [vocab_size, hidden_size], replicated
+    embedding: Tensor  # [vocab_size, hidden_size], replicated
     layers: tuple[Layer, ...]  # in order
-    final_norm: torch.Tensor  # [hidden_size]
-    head: torch.Tensor  # [this rank's part of the vocabulary, hidden_size]
+    final_norm: Tensor  # [hidden_size]
+    head: Tensor  # [this rank's part of the vocabulary, hidden_size]
 
 
 def make(
@@ -104,18 +105,18 @@ class _Source:
         self._dtype, self._device = dtype, device
         self._generator = torch.Generator(device=device)
 
-    def normal(self, name: str, rows: int, columns: int, scale: float) -> torch.Tensor:
+    def normal(self, name: str, rows: int, columns: int, scale: float) -> Tensor:
         """Returns normally distributed numbers that depend only on the arguments."""
         digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
         self._generator.manual_seed(int.from_bytes(digest, "big"))
         values = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
         return values.normal_(0.0, scale, generator=self._generator)
 
-    def norm(self, name: str, size: int, bias: float = 0.0) -> torch.Tensor:
+    def norm(self, name: str, size: int, bias: float = 0.0) -> Tensor:
         """Returns the weight of a norm; weight plus bias is around 1."""
         return (1 + self.normal(name, 1, size, 0.1)[0]) - bias
 
-    def rows(self, name: str, rows: int, columns: int, experts: int = 0) -> torch.Tensor:
+    def rows(self, name: str, rows: int, columns: int, experts: int = 0) -> Tensor:
         """Returns this rank's rows of a random matrix that keeps the magnitude of normed rows.
 
         With experts there is one matrix per expert: [experts, rows, columns].
@@ -123,14 +124,14 @@ class _Source:
         blocks = self._blocks(name, rows // self._num_units, columns, columns**-0.5, experts)
         return torch.cat(blocks, dim=-2)
 
-    def columns(self, name: str, rows: int, columns: int, experts: int = 0) -> torch.Tensor:
+    def columns(self, name: str, rows: int, columns: int, experts: int = 0) -> Tensor:
         """Returns this rank's columns of such a matrix, or of one matrix per expert."""
         blocks = self._blocks(name, rows, columns // self._num_units, columns**-0.5, experts)
         return torch.cat(blocks, dim=-1)
 
     def _blocks(
         self, name: str, rows: int, columns: int, scale: float, experts: int
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         count = max(1, experts)
         blocks = [self.normal(f"{name} {u}", count * rows, columns, scale) for u in self._units]
         return [block.view(experts, rows, columns) for block in blocks] if experts else blocks
