@@ -1,4 +1,4 @@
-"""Correctness under load on H200s: ordering soak, repeated shapes, and fault tests.
+"""Correctness on H200s: `allnorm verify` with a long soak, repeated shapes, and fault tests.
 
 Usage: python benchmarks/h200_soak.py [TP], for example 2,3,4; default: 2, 3, 4 and 8 GPUs, as far
 as available.
@@ -14,7 +14,7 @@ SHAPES = "1x4096,16x4096,64x2880,128x2880,1024x2880,1319x2880,2048x2880,16384x28
 if __name__ == "__main__":
     on = ("verify", "--device", "cuda", "--tp", run.world_sizes((2, 3, 4, 8)))
     run.main(
-        run.allnorm(*on, "--stress", CALLS, "--only", "soak", results="h200-soak.jsonl"),
+        run.allnorm(*on, "--stress", CALLS, results="h200-soak.jsonl"),
         run.allnorm(*on, "--shapes", SHAPES, "--repeat", "2000", results="h200-soak.jsonl"),
         run.allnorm(*on, "--faults", results="h200-faults.jsonl"),
     )

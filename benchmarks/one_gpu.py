@@ -1,8 +1,8 @@
 """Compares the speed of builds of the CUDA library on a machine with one GPU.
 
-Two ranks share the GPU, each with its own stream in this process. Each has a CUDA graph of 50
-calls, and both graphs are replayed together, as on two GPUs but without a link. The times do not
-predict those of two GPUs, but their differences between builds are meaningful. Builds are timed
+Two ranks in this process share the GPU. Each has a stream and a CUDA graph of 50 calls, and both
+graphs are replayed at the same time, as on two GPUs but without a link. The times do not predict
+those of two GPUs, but their differences between builds are meaningful. Builds are timed
 alternately, after their results are compared bit for bit.
 
 Usage: python benchmarks/one_gpu.py NAME=LIBRARY.so ..., where names are the commits of the builds
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import statistics
 import sys
-from typing import Any
 
 import torch
 
@@ -77,33 +77,31 @@ class Pair:
             return values.to(torch.bfloat16)
 
         residual, weight = tensor(), tensor()[0].contiguous()
+        options = {
+            "op": _native.ADD_RMS_NORM,
+            "algorithm": _native.ALGORITHM[algorithm],
+            "dtype": _native.DTYPE["bfloat16"],
+            "weight_dtype": _native.DTYPE["bfloat16"],
+            "num_blocks": blocks,
+        }
         graphs, results = [], []
         for rank in range(2):
             x, out, residual_out = tensor(), torch.empty_like(residual), torch.empty_like(residual)
+            given = {"x": x, "residual": residual, "out": out, "residual_out": residual_out}
+            call = _native.Call(
+                struct_bytes=ctypes.sizeof(_native.Call),
+                eps=1e-6,
+                num_tokens=rows,
+                hidden_size=columns,
+                weight=weight.data_ptr(),
+                num_sources=1,
+                stream=self.streams[rank].cuda_stream,
+                **options,
+                **{name: tensor.data_ptr() for name, tensor in given.items()},
+                **{f"{name}_stride": columns for name in given},
+            )
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self.streams[rank]):
-                call = _native.Call(
-                    struct_bytes=ctypes.sizeof(_native.Call),
-                    op=_native.ADD_RMS_NORM,
-                    algorithm=_native.ALGORITHM[algorithm],
-                    dtype=_native.DTYPE["bfloat16"],
-                    weight_dtype=_native.DTYPE["bfloat16"],
-                    eps=1e-6,
-                    num_tokens=rows,
-                    hidden_size=columns,
-                    x=x.data_ptr(),
-                    residual=residual.data_ptr(),
-                    weight=weight.data_ptr(),
-                    out=out.data_ptr(),
-                    residual_out=residual_out.data_ptr(),
-                    x_stride=columns,
-                    residual_stride=columns,
-                    out_stride=columns,
-                    residual_out_stride=columns,
-                    num_sources=1,
-                    num_blocks=blocks,
-                    stream=self.streams[rank].cuda_stream,
-                )
                 for _ in range(_CALLS):
                     self._check(self.library.allnorm_run(self.comms[rank], ctypes.byref(call)))
             graphs.append(graph)
@@ -133,6 +131,7 @@ class Pair:
 
 
 def main() -> int:
+    """Prints a row per shape; returns 1 if the results of the builds differ."""
     names, paths = zip(*(argument.split("=", 1) for argument in sys.argv[1:]), strict=True)
     pairs = [Pair(path) for path in paths]
     agree = True
@@ -153,23 +152,15 @@ def main() -> int:
                 times[index].append(pair.replay(graphs))
         for pair in pairs:
             pair.check()
-        row: dict[str, Any] = {
-            "benchmark": "one_gpu",
-            "shape": f"{rows}x{columns}",
-            "dtype": "bfloat16",
-            "algorithm": algorithm,
-            "num_blocks": blocks,
-            "device": torch.cuda.get_device_name(),
-            "same_bits": same,
+        what = {"shape": f"{rows}x{columns}", "dtype": "bfloat16", "algorithm": algorithm}
+        where = {"num_blocks": blocks, "device": torch.cuda.get_device_name(), "same_bits": same}
+        us = {
             "p50_us": {
-                name: round(sorted(series)[len(series) // 2], 3)
-                for name, series in zip(names, times, strict=True)
+                n: round(statistics.median(s), 3) for n, s in zip(names, times, strict=True)
             },
-            "min_us": {
-                name: round(min(series), 3) for name, series in zip(names, times, strict=True)
-            },
+            "min_us": {n: round(min(s), 3) for n, s in zip(names, times, strict=True)},
         }
-        print(json.dumps(row), flush=True)
+        print(json.dumps({"benchmark": "one_gpu", **what, **where, **us}), flush=True)
     return 0 if agree else 1
 
 
