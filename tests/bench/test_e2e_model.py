@@ -39,7 +39,7 @@ def generate(rank: int, world_size: int, name: str) -> tuple[Tensor, list[Tensor
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sharded_as_alone(name: str) -> None:
+def test_two_ranks_generate_the_tokens_of_one_rank(name: str) -> None:
     alone_tokens, alone = run_ranks(generate, 1, args=(name,))[0]
     ranks = run_ranks(generate, 2, args=(name,))
     for tokens, _ in ranks:
@@ -102,7 +102,7 @@ def plain(model: Transformer, w: Weights, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cached_as_recomputed(name: str) -> None:
+def test_logits_with_a_cache_equal_recomputed_ones(name: str) -> None:
     model = e2e_models.find(name)
     tokens, logits = run_ranks(generate, 1, args=(name,))[0]
     whole = weights.make(model, 0, 1, torch.float32, CPU)
@@ -114,7 +114,7 @@ def test_cached_as_recomputed(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_are_parts_of_one_model(dtype: torch.dtype) -> None:
+def test_shards_are_parts_of_the_same_weights(dtype: torch.dtype) -> None:
     model = e2e_models.find("tiny-qk-norm", num_layers=1)
     whole = weights.make(model, 0, 1, dtype, CPU)
     parts = [weights.make(model, rank, 4, dtype, CPU) for rank in range(4)]
@@ -128,7 +128,7 @@ def test_shards_are_parts_of_one_model(dtype: torch.dtype) -> None:
     assert torch.equal(torch.cat([*gates, *ups]), whole.layers[0].gate_up)
 
 
-def test_experts_are_shared_by_their_inner_size() -> None:
+def test_experts_are_split_by_their_inner_size() -> None:
     model = e2e_models.find("tiny-moe", num_layers=1)
     whole = weights.make(model, 0, 1, torch.bfloat16, CPU).layers[0]
     parts = [weights.make(model, rank, 2, torch.bfloat16, CPU).layers[0] for rank in range(2)]
@@ -142,7 +142,7 @@ def test_experts_are_shared_by_their_inner_size() -> None:
         assert torch.equal(p.router, whole.router)
 
 
-def test_experts_return_a_row_for_every_choice() -> None:
+def test_experts_return_one_row_per_choice() -> None:
     """Has more experts than choices, so that some experts have no row."""
     model = e2e_models.find("tiny-moe", num_layers=1)
     (layer,) = weights.make(model, 0, 1, torch.bfloat16, CPU).layers
@@ -158,7 +158,7 @@ def test_experts_return_a_row_for_every_choice() -> None:
     assert (found.weights.diff(dim=-1) <= 0).all()
 
 
-def test_weights_with_a_bias_are_those_without_it() -> None:
+def test_weights_plus_bias_equal_weights_without_a_bias() -> None:
     """Ensures that an arm that adds the bias beforehand multiplies by the same numbers."""
     model = e2e_models.find("tiny-gemma", num_layers=1)
     biased, plain = (
@@ -186,6 +186,6 @@ def graphs(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", MODELS[1:])
-def test_replayed_as_eager(name: str) -> None:
+def test_replays_of_a_graph_equal_eager_steps(name: str) -> None:
     with RankPool(2, "cuda") as pool:
         pool.run(graphs, name)

@@ -12,7 +12,7 @@ from allnorm.bench.modes import Mode
 T, H = 8192, 4096
 
 
-def test_a_replicated_residual_needs_sums_at_full_width() -> None:
+def test_with_a_replicated_residual_sums_are_sent_unquantized() -> None:
     plain = bench_floor.wire_bytes(8, T, H, 2, Mode())
     assert plain == 2 * 7 / 8 * T * H * 2
     assert bench_floor.wire_bytes(8, T, H, 2, Mode("per_group:128")) == plain
@@ -32,7 +32,7 @@ def test_a_replicated_residual_needs_sums_at_full_width() -> None:
         ("nvfp4", 0),
     ],
 )
-def test_a_sharded_residual_gathers_results(quant: str, scale_bytes: float) -> None:
+def test_with_a_sharded_residual_quantized_results_are_sent(quant: str, scale_bytes: float) -> None:
     sent = bench_floor.wire_bytes(4, T, H, 2, Mode(quant, residual_sharded=True))
     assert sent == 3 / 4 * T * (2 * H + H + scale_bytes)
     both = bench_floor.wire_bytes(4, T, H, 2, Mode(quant, True, return_normed=True))
@@ -44,7 +44,7 @@ def test_packed_scales_fill_whole_words() -> None:
     assert bench_floor.wire_bytes(2, 1, 64 * 5, 2, mode) == 1 / 2 * (320 * 3 + 8)
 
 
-def test_bandwidth_is_known_where_it_was_measured() -> None:
+def test_bandwidth_is_interpolated_between_measured_numbers_of_ranks() -> None:
     name = "NVIDIA H200"
     known = [bench_floor.push_gbps(name, ranks) for ranks in (2, 3, 4, 6, 8)]
     assert known == [362, 356, 350, 342, 334]

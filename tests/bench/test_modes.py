@@ -26,19 +26,15 @@ from allnorm.bench.modes import Mode
             allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
         ),
         ("per_token", "per_token", allnorm.Fp8PerToken()),
+        ("per_tensor", "per_tensor", [1 / 64]),
         ("none", "", None),
     ],
 )
 def test_specs(text: str, name: str, spec: object) -> None:
     assert bench_modes.quant_name(text) == name
     assert bench_modes.quant_name(name or "none") == name
-    assert bench_modes.quant_of(name) == spec
-
-
-def test_a_static_scale_is_a_tensor_of_one_element() -> None:
-    spec = bench_modes.quant_of("per_tensor")
-    assert isinstance(spec, allnorm.Fp8PerTensor)
-    assert spec.scale.tolist() == [1 / 64]
+    found = bench_modes.quant_of(name)
+    assert (found.scale.tolist() if isinstance(found, allnorm.Fp8PerTensor) else found) == spec
 
 
 @pytest.mark.parametrize(
@@ -48,7 +44,7 @@ def test_a_static_scale_is_a_tensor_of_one_element() -> None:
         *("per_group:ue8m0:ue8m0", "per_group:column_major:ue8m0_packed"),
     ],
 )
-def test_bad_specs_are_refused(text: str) -> None:
+def test_bad_specs_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|Pass"):
         bench_modes.quant_name(text)
 
@@ -65,28 +61,24 @@ def test_modes_are_all_combinations() -> None:
     assert str(Mode()) == ""
 
 
-def test_arms_are_named_after_the_library_of_the_device() -> None:
+def test_names_of_arms() -> None:
+    quantized = Mode("per_token")
     assert bench_modes.arm_names("cpu", Mode())[-2:] == ["gloo+torch", "gloo+local"]
-    assert bench_modes.arm_names("cuda", Mode("per_token"))[-2:] == [
-        "nccl+torch+quant",
-        "nccl+local+quant",
-    ]
-
-
-def test_peers_take_part_on_gpus_without_sharding() -> None:
-    assert bench_modes.peer_names("cuda", Mode()) == list(bench_modes.PEERS)
-    assert bench_modes.peer_names("cuda", Mode(residual_sharded=True)) == []
-    assert bench_modes.peer_names("cpu", Mode()) == []
-
-
-def test_known_arms() -> None:
-    every = bench_modes.known_arms("cuda", [Mode(), Mode("per_token")])
+    unfused = ["nccl+torch+quant", "nccl+local+quant"]
+    assert bench_modes.arm_names("cuda", quantized)[-2:] == unfused
+    every = bench_modes.known_arms("cuda", [Mode(), quantized])
     assert every[:4] == ("allnorm", "allnorm:one_shot", "allnorm:two_shot", "allnorm:unfused")
     assert {*bench_modes.PEERS, "nccl+torch", "nccl+torch+quant", "allnorm16"} <= {*every}
     assert not {*bench_modes.known_arms("cpu", [Mode()])} & {*bench_modes.PEERS}
 
 
-def test_a_quantized_call_is_shown_beside_the_16_bit_one() -> None:
+def test_peers_run_on_gpus_with_replicated_residuals() -> None:
+    assert bench_modes.peer_names("cuda", Mode()) == list(bench_modes.PEERS)
+    assert bench_modes.peer_names("cuda", Mode(residual_sharded=True)) == []
+    assert bench_modes.peer_names("cpu", Mode()) == []
+
+
+def test_a_quantized_call_is_compared_with_the_16_bit_call() -> None:
     chosen = ("nccl+torch", "vllm")
     assert bench_modes.with_compared(chosen, [Mode("per_token")]) == chosen
     assert bench_modes.with_compared(["allnorm"], [Mode()]) == ("allnorm",)
@@ -94,7 +86,7 @@ def test_a_quantized_call_is_shown_beside_the_16_bit_one() -> None:
     assert quantized == ("allnorm", "allnorm16")
 
 
-def test_families_share_a_column() -> None:
+def test_algorithms_of_a_peer_share_a_column() -> None:
     assert bench_modes.family("flashinfer:one_shot") == "flashinfer"
     assert bench_modes.family("symm_mem:two_shot+local+quant") == "symm_mem+local+quant"
     assert bench_modes.family("allnorm:two_shot") == "allnorm:two_shot"

@@ -40,7 +40,7 @@ def test_old_code_is_detected_by_its_row_limit(
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_old_code_gives_a_warning_with_the_remedy(
+def test_old_code_causes_a_warning_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, old: bool
 ) -> None:
     found = {"create_s": 0.1, "error": "", "plans": [], "old_code": old, "islands": [[0]]}

@@ -17,7 +17,7 @@ def test_shapes_are_tokens_by_hidden_size() -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",", "4096", "1x", "x1", "1x0", "-1x8", "1x8x2", "1.5x8"])
-def test_bad_shapes_are_refused(text: str) -> None:
+def test_bad_shapes_are_rejected(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected"):
         options.shapes(text)
 
@@ -31,31 +31,20 @@ def test_integers() -> None:
         options.integers("0", "--tp", minimum=1)
 
 
-def test_choices_name_what_is_allowed() -> None:
+def test_choices_name_the_allowed_words() -> None:
     assert options.choices("float16", "--dtype", names.DTYPES) == ["float16"]
     with pytest.raises(typer.BadParameter, match=r"int8: expected .* float32"):
         options.choices("int8", "--dtype", names.DTYPES)
 
 
-@pytest.mark.parametrize(
-    ("name", "hidden_size", "eps", "weight_bias"),
-    [
-        ("llama-3.1-8b", 4096, 1e-5, 0.0),
-        ("llama-3.1-70b", 8192, 1e-5, 0.0),
-        ("qwen3-32b", 5120, 1e-6, 0.0),
-        ("gpt-oss-120b", 2880, 1e-5, 0.0),
-        ("deepseek-v3", 7168, 1e-6, 0.0),
-        ("qwen3.5-397b", 4096, 1e-6, 1.0),
-        ("gemma-3-27b", 5376, 1e-6, 1.0),
-        ("qwen3-30b-a3b", 2048, 1e-6, 0.0),
-    ],
-)
-def test_models(name: str, hidden_size: int, eps: float, weight_bias: float) -> None:
-    shape = options.model_shapes(name, [3])[0]
-    assert shape == Shape(3, hidden_size, eps, weight_bias, name)
+def test_shapes_of_models_have_the_constants_of_their_norms() -> None:
+    assert options.model_shapes("qwen3.5-397b,gpt-oss-120b", [3, 4]) == [
+        *(Shape(tokens, 4096, 1e-6, 1.0, "qwen3.5-397b") for tokens in (3, 4)),
+        *(Shape(tokens, 2880, 1e-5, 0.0, "gpt-oss-120b") for tokens in (3, 4)),
+    ]
 
 
-def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_model_is_rejected_and_the_known_ones_are_named() -> None:
     with pytest.raises(typer.BadParameter, match=r"llama-3\.1-8b"):
         options.model_shapes("llama-4", [1])
 
@@ -94,7 +83,7 @@ def test_more_ranks_than_cores_give_a_warning(monkeypatch: pytest.MonkeyPatch) -
     assert "8 ranks on 4 cores" in options.crowded(8, "cpu")
 
 
-def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_memory_bytes", lambda _: 8 << 30)
     options.check_memory(4 << 30, 2, "cpu", "")
     options.check_memory(8 << 30, 4, "cuda", "")  # each GPU has its own
@@ -104,13 +93,13 @@ def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     options.check_memory(1 << 60, 2, "cpu", "")
 
 
-def test_bench_defaults_are_shapes_of_real_models() -> None:
-    cpu = [str(shape) for shape in bench._shapes("", "", "", "cpu")]
-    assert cpu == ["1x4096", "16x4096", "256x4096", "1x2880", "16x2880", "256x2880", "8192x4096"]
-    assert "8192x8192" in [str(shape) for shape in bench._shapes("", "", "", "cuda")]
+def test_shapes_of_bench() -> None:
+    def shapes(*given: str) -> str:
+        return ",".join(map(str, bench._shapes(*given)))
 
-
-def test_bench_takes_only_what_it_is_given() -> None:
-    assert [str(s) for s in bench._shapes("", "", "3x8", "cpu")] == ["3x8"]
-    assert [str(s) for s in bench._shapes("qwen3-32b", "2", "3x8", "cpu")] == ["3x8", "2x5120"]
-    assert [str(s) for s in bench._shapes("", "2", "", "cpu")] == ["2x4096", "2x2880"]
+    default = "1x4096,16x4096,256x4096,1x2880,16x2880,256x2880,8192x4096"
+    assert shapes("", "", "", "cpu") == default
+    assert "8192x8192" in shapes("", "", "", "cuda")
+    assert shapes("", "", "3x8", "cpu") == "3x8"
+    assert shapes("qwen3-32b", "2", "3x8", "cpu") == "3x8,2x5120"
+    assert shapes("", "2", "", "cpu") == "2x4096,2x2880"

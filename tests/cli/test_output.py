@@ -26,7 +26,7 @@ def lines(table: object, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", range(20, 121, 5))
-def test_no_figure_is_split(width: int) -> None:
+def test_shown_figures_are_complete(width: int) -> None:
     """At any width every shown figure is complete, and the verdict is shown."""
     table = output.FittedTable("us", COLUMNS, ROWS, words=("why",), optional=("other\nway",))
     shown, dropped = table.fitting(Console(), width)
@@ -34,7 +34,7 @@ def test_no_figure_is_split(width: int) -> None:
     assert {0, len(COLUMNS) - 1} <= set(shown)
     text = lines(table, width)
     if dropped == [1, 2, 3]:
-        return  # the first and last column never drop out, even if they do not fit
+        return  # the first and the last column are always shown, even if they do not fit
     assert max(map(len, text)) <= width
     for row, index in itertools.product(ROWS, shown):
         if COLUMNS[index] not in ("why", "verdict"):
@@ -43,7 +43,7 @@ def test_no_figure_is_split(width: int) -> None:
     assert bool(said) == bool(dropped)
 
 
-def test_optional_columns_drop_out_first_and_are_named() -> None:
+def test_optional_columns_are_dropped_first_and_named() -> None:
     table = output.FittedTable("us", COLUMNS, ROWS, optional=("other\nway",))
     width = max(map(len, lines(table, 200)))
     assert table.fitting(Console(), width) == ([0, 1, 2, 3, 4], [])
@@ -57,7 +57,7 @@ def test_the_table_of_a_benchmark_fits_80_columns() -> None:
     assert sum("PASS" in line for line in text) == 2
 
 
-def test_a_file_is_tried_and_left_as_it_is(tmp_path: Path) -> None:
+def test_checking_a_file_does_not_change_it(tmp_path: Path) -> None:
     new, old = tmp_path / "folder" / "new.jsonl", tmp_path / "old.jsonl"
     old.write_text("rows")
     output.check_writable(new)

@@ -126,25 +126,25 @@ def test_counts(pool: RankPool) -> None:
         assert results["compiling"] == results["compiled"] == "1 of 1 fused"
 
 
-def test_is_callable_beside_its_package() -> None:
+def test_trace_is_callable_after_its_package_is_imported() -> None:
     import allnorm.tracing
 
     assert callable(allnorm.trace)
 
 
-def test_another_profiler_is_running() -> None:
+def test_a_running_profiler_is_an_error() -> None:
     tracing = allnorm.trace()
     with torch.profiler.profile(), pytest.raises(allnorm.AllnormError, match="already running"):
         tracing.__enter__()
 
 
-def test_nothing_to_see() -> None:
+def test_a_trace_without_reductions() -> None:
     with allnorm.trace() as report:
         torch.ones(3) + 1
     assert (report.entries, report.fraction, report.summary()) == ((), 0.0, "0 of 0 fused")
 
 
-def test_passes_that_differ() -> None:
+def test_counts_that_the_passes_do_not_divide() -> None:
     entries = [Entry("fused", "one_shot", "", 5, 1.0), Entry("reduction", "NCCL", "", 1, 1.0)]
     report = TraceReport(0, 2, 3, entries)
     assert report.summary() == "5 of 6 fused in 3 forward passes"
@@ -199,7 +199,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_are_known_by_name(name: str) -> None:
+def test_kernels_are_identified_by_name(name: str) -> None:
     assert kernel(name) == KERNELS[name]
 
 
@@ -232,7 +232,7 @@ def flat(root: Any) -> list[Any]:
     return [root, *(each for child in root.cpu_children for each in flat(child))]
 
 
-def test_kernels_of_graphs_are_counted_beside_those_of_operators() -> None:
+def test_kernels_of_graphs_and_of_operators_are_counted() -> None:
     one_shot, nccl = next(iter(KERNELS)), "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
     host = event(
         "allnorm.module||Model",
@@ -255,7 +255,7 @@ def test_kernels_of_graphs_are_counted_beside_those_of_operators() -> None:
     ]
 
 
-def test_a_kernel_that_waits_for_the_one_before_it_has_its_own_time() -> None:
+def test_time_that_a_kernel_waits_for_the_previous_one_does_not_count() -> None:
     """Kernels that start early, within another one, on a different stream, and after a gap."""
     one_shot = next(iter(KERNELS))
     kernels = [

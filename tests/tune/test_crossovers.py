@@ -46,7 +46,7 @@ def test_a_crossover_is_found(crossover: int) -> None:
         assert found[taken] <= 1.05 * min(found.values()), tokens
 
 
-def test_one_candidate_that_always_wins() -> None:
+def test_without_a_crossover_only_the_grid_is_measured() -> None:
     clock = Clock(one_shot=lambda t: 10 + t, two_shot=lambda t: 5 + t / 2)
     assert crossovers.steps(crossovers.search(clock, GRID)) == (Step(None, "two_shot"),)
     assert clock.asked == GRID
@@ -62,16 +62,17 @@ def test_several_crossovers() -> None:
     assert found[1].max_tokens == pytest.approx(1609, rel=0.05)
 
 
-def test_noise_makes_no_steps() -> None:
+def test_noise_adds_no_steps() -> None:
     rng = random.Random(0)
-    noisy = Clock(
-        one_shot=lambda t: (5 + t) * rng.uniform(0.995, 1.005),
-        two_shot=lambda t: (5 + t) * rng.uniform(0.995, 1.005),
-    )
+
+    def cost(tokens: int) -> float:
+        return (5 + tokens) * rng.uniform(0.995, 1.005)
+
+    noisy = Clock(one_shot=cost, two_shot=cost)
     assert len(crossovers.steps(crossovers.search(noisy, GRID))) == 1
 
 
-def test_search_ends_whatever_the_clock_says() -> None:
+def test_search_ends_with_any_times() -> None:
     for seed in range(20):
         draw = random.Random(seed).uniform
         noise = functools.partial(lambda draw, t: draw(1, 2), draw)
@@ -86,7 +87,7 @@ def test_search_ends_whatever_the_clock_says() -> None:
         )
 
 
-def test_what_the_library_chooses_by_itself_is_taken_where_nothing_is_faster() -> None:
+def test_the_default_geometry_is_preferred() -> None:
     spread = Candidate("two_shot", 0, 2)
     times = {
         1: {ONE: 3.0, TWO: 4.0, spread: 4.1},
@@ -96,7 +97,7 @@ def test_what_the_library_chooses_by_itself_is_taken_where_nothing_is_faster() -
     assert list(crossovers.winners(times).values()) == [ONE, TWO, spread]
 
 
-def test_what_was_wrong_somewhere_is_taken_nowhere() -> None:
+def test_a_candidate_that_was_wrong_at_one_size_is_never_used() -> None:
     times = {1: {ONE: 1.0, TWO: 2.0}, 4: {ONE: 5.0, TWO: 4.0}, 16: {TWO: 9.0, TWO_LIMITED: 7.0}}
     names = [step.algorithm for step in crossovers.steps(times)]
     assert names == ["one_shot", "two_shot", "two_shot"]
@@ -108,7 +109,7 @@ def test_what_was_wrong_somewhere_is_taken_nowhere() -> None:
     assert crossovers.steps({}) == ()
 
 
-def test_a_limit_of_blocks_is_tried_where_rows_are_many() -> None:
+def test_a_limit_of_blocks_is_tried_for_many_rows() -> None:
     both = ("one_shot", "two_shot")
     assert crossovers.candidates(both, 512, 132) == [ONE, TWO]
     many = crossovers.candidates(both, 4096, 132)
@@ -117,7 +118,7 @@ def test_a_limit_of_blocks_is_tried_where_rows_are_many() -> None:
     assert crossovers.candidates(["one_shot"], 4096, 132) == [ONE]
 
 
-def test_so_many_blocks_to_a_row_are_tried_as_hold_it_and_have_work() -> None:
+def test_blocks_per_row_must_hold_the_row_and_fit_on_the_gpu() -> None:
     def sizes(tokens: int, row_bytes: int) -> list[int]:
         found = crossovers.candidates(("one_shot", "unfused"), tokens, 132, row_bytes)
         assert found[:2] == [ONE, Candidate("unfused")]
@@ -142,7 +143,7 @@ def test_grid() -> None:
     assert crossovers.token_grid(1, 4) == [1]
 
 
-def test_a_rate_of_the_link_must_bring_more_than_noise() -> None:
+def test_a_link_rate_must_gain_more_than_noise() -> None:
     assert crossovers.link_rate({}) == 0.0
     assert crossovers.link_rate({0.0: 196.0}) == 0.0
     assert crossovers.link_rate({0.0: 196.0, 342.0: 201.0, 369.0: 188.0, 376.0: 190.0}) == 369.0

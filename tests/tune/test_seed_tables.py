@@ -45,12 +45,14 @@ def rows_of_all() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_fastest_is_taken(tmp_path: pathlib.Path) -> None:
+def test_the_fastest_algorithm_is_chosen(tmp_path: pathlib.Path) -> None:
     found = algorithms(tmp_path / "rows.jsonl", rows_of_all())
     assert found == {4096: ["one_shot"], 8192: ["one_shot"]}
 
 
-def test_what_was_wrong_once_is_used_in_no_curve_of_the_commit(tmp_path: pathlib.Path) -> None:
+def test_an_algorithm_that_was_wrong_once_is_in_no_curve_of_the_commit(
+    tmp_path: pathlib.Path,
+) -> None:
     wrong = row(64, 4096, "one_shot", p50_us=None, correct=False)
     found = algorithms(tmp_path / "rows.jsonl", [*rows_of_all(), wrong])
     assert found == {4096: ["two_shot"], 8192: ["two_shot"]}
