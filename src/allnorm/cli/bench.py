@@ -23,8 +23,9 @@ from allnorm.bench.run import Job
 from allnorm.cli import bench_plot, bench_table, options, output
 from allnorm.cli.options import Device, Dtype, Json, Tp, work_option
 
-_CPU_MODELS, _CPU_TOKENS, _CPU_PREFILL = "llama-3.1-8b,gpt-oss-120b", "1,16,256", "llama-3.1-8b"
-_GPU_MODELS, _GPU_TOKENS = "llama-3.1-8b,llama-3.1-70b", "1,4,16,64,128,256,512,1024"
+_MODELS = {"cuda": "llama-3.1-8b,llama-3.1-70b", "cpu": "llama-3.1-8b,gpt-oss-120b"}
+_TOKENS = {"cuda": "1,4,16,64,128,256,512,1024", "cpu": "1,16,256"}
+_PREFILL_MODELS = {"cuda": "llama-3.1-8b,llama-3.1-70b", "cpu": "llama-3.1-8b"}
 _PREFILL_TOKENS = 8192
 _PRODUCTS = {"cuda": "0,7168", "cpu": "0"}
 _PEER_PACKAGES = ("flashinfer-python", "sglang", "vllm", "triton")
@@ -221,13 +222,10 @@ def _shapes(model: str, tokens: str, shapes: str, where: str) -> list[Shape]:
     """Returns the shapes that the options name; without options, shapes of common models."""
     found = options.shapes(shapes) if shapes else []
     if not shapes or model or tokens:
-        default_tokens = _GPU_TOKENS if where == "cuda" else _CPU_TOKENS
-        default_models = _GPU_MODELS if where == "cuda" else _CPU_MODELS
-        numbers = options.integers(tokens or default_tokens, "--tokens")
-        found += options.model_shapes(model or default_models, numbers)
+        numbers = options.integers(tokens or _TOKENS[where], "--tokens")
+        found += options.model_shapes(model or _MODELS[where], numbers)
         if not model and not tokens:
-            prefill = _GPU_MODELS if where == "cuda" else _CPU_PREFILL
-            found += options.model_shapes(prefill, [_PREFILL_TOKENS])
+            found += options.model_shapes(_PREFILL_MODELS[where], [_PREFILL_TOKENS])
     return list(dict.fromkeys(found))
 
 
@@ -282,7 +280,10 @@ def _explanation(job: Job) -> str:
 
 def _common(job: Job) -> dict[str, Any]:
     conditions = output.conditions(job.device)
-    conditions["versions"] |= _peer_versions() if job.device == "cuda" else {}
+    if job.device == "cuda":
+        for package in _PEER_PACKAGES:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                conditions["versions"][package] = metadata.version(package)
     return {
         **conditions,
         "cores": topology.num_cores(),
@@ -293,12 +294,3 @@ def _common(job: Job) -> dict[str, Any]:
         "island_size": job.island_size,
         "fast_calls": allnorm.capabilities()["fast_calls"],
     }
-
-
-def _peer_versions() -> dict[str, str]:
-    """Returns the versions of the installed peer libraries."""
-    found = {}
-    for package in _PEER_PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,40 +99,29 @@ _COMPARED = ("ranks", "tokens x hidden", "mode", "arm", "before", "now", "tolera
 def compared(found: Iterable[Change]) -> output.FittedTable:
     """Returns a table of arms that differ from an earlier file by more than the tolerance."""
     rows = [
-        [*cells[:-1], output.bad(cells[-1]) if slower else output.ok(cells[-1])]
-        for cells, slower in _differing(found)
+        [*_cells(change)[:-1], (output.bad if change.slower else output.ok)(_cells(change)[-1])]
+        for change in _differing(found)
     ]
-    return output.FittedTable(
-        *("Comparison, us per call", _COMPARED, rows),
-        words=("mode",),
-        optional=("tolerance", "mode"),
-    )
+    title = "Comparison, us per call"
+    return output.FittedTable(title, _COMPARED, rows, ("mode",), ("tolerance", "mode"))
 
 
-def _differing(found: Iterable[Change]) -> list[tuple[list[str], bool]]:
-    """Returns a row of cells per differing arm and whether it is slower, worst first."""
-    differing = sorted(
-        (change for change in found if change.slower or change.faster),
-        key=lambda change: change.difference_us / change.before_us,
-        reverse=True,
-    )
-    return [(_cells(change), change.slower) for change in differing]
+def _differing(found: Iterable[Change]) -> list[Change]:
+    """Returns the changes by more than the tolerance, worst first."""
+    differing = (change for change in found if change.slower or change.faster)
+    return sorted(differing, key=lambda change: -change.difference_us / change.before_us)
 
 
 def _cells(change: Change) -> list[str]:
     row, relative = change.row, change.difference_us / change.before_us
-    flags = {
-        name: bool(row.get(name)) for name in ("residual_sharded", "return_normed", "post_norm")
-    }
-    mode = Mode(row.get("quant") or "", **flags, experts=int(row.get("experts") or 0))
-    verdict = f"{relative:+.1%}" if math.isfinite(relative) else "lost"
+    mode = Mode(**{f.name: row[f.name] for f in fields(Mode) if row.get(f.name)})
     return [
         str(row["world_size"]),
         f"{row['num_tokens']}x{row['hidden_size']}",
         str(mode) or "-",
         str(row["arm"]),
         *map(output.microseconds, (change.before_us, change.now_us, change.tolerance_us)),
-        verdict,
+        f"{relative:+.1%}" if math.isfinite(relative) else "lost",
     ]
 
 
@@ -185,10 +174,10 @@ def _derived(
     if others:
         columns["speedup\nvs best"] = lambda found: _ratio(speed_up(found, others))
     if any(math.isfinite(m.quant_cost_us) for m in measurements):
-        columns["quant\ncost"] = lambda found: _difference(found["allnorm"].quant_cost_us)
+        columns["quant\ncost"] = lambda found: _finite(found["allnorm"].quant_cost_us, "+.2f")
     if any(math.isfinite(m.floor_us) for m in measurements):
-        columns["floor"] = lambda found: _floor(found["allnorm"])
-        columns["floor /\ntime"] = lambda found: _share(found["allnorm"])
+        columns["floor"] = lambda found: output.microseconds(_seen_floor(found["allnorm"])[0])
+        columns["floor /\ntime"] = lambda found: _finite(_seen_floor(found["allnorm"])[1], ".0%")
     if any(math.isfinite(m.host_us) for m in measurements):
         columns["host\nus"] = lambda found: output.microseconds(found["allnorm"].host_us)
     return columns
@@ -218,16 +207,13 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x" if math.isfinite(ratio) else "-"
 
 
-def _difference(value: float) -> str:
-    return f"{value:+.2f}" if math.isfinite(value) else "-"
+def _finite(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "-"
 
 
-def _floor(m: Measurement) -> str:
-    return output.microseconds(m.floor_us) if m.floor_share >= _SEEN_SHARE else "-"
-
-
-def _share(m: Measurement) -> str:
-    return f"{m.floor_share:.0%}" if m.floor_share >= _SEEN_SHARE else "-"
+def _seen_floor(m: Measurement) -> tuple[float, float]:
+    """Returns the floor and its share of the time; NaN if latency dominates."""
+    return (m.floor_us, m.floor_share) if m.floor_share >= _SEEN_SHARE else (math.nan, math.nan)
 
 
 def _key(m: Measurement) -> tuple[int, Mode, int]:
@@ -281,7 +267,7 @@ def page(
 
 def comparison(found: Sequence[Change], name: str, summary: str) -> dict[str, Any]:
     """Returns the template values for a comparison with the file of this name."""
-    rows = [cells for cells, _ in _differing(found)]
+    rows = [_cells(change) for change in _differing(found)]
     return {"name": name, "summary": summary, "columns": _COMPARED, "rows": rows}
 
 

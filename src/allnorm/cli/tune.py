@@ -20,8 +20,8 @@ from allnorm.tune.check import Point
 from allnorm.tune.run import Job, LinkTimes, Result
 from allnorm.tuning import Curves
 
-_GPU_HIDDEN, _CPU_HIDDEN = "2880,4096,5120,7168,8192", "2880,4096"
-_GPU_QUANT, _CPU_QUANT = "none,per_group:128", "none"
+_HIDDEN = {"cuda": "2880,4096,5120,7168,8192", "cpu": "2880,4096"}
+_QUANT = {"cuda": "none,per_group:128", "cpu": "none"}
 _MAX_TOKENS = {"cuda": 16384, "cpu": 1024}
 _SPARE_CORES = 0.5  # of the cores that ranks need, this many may be busy
 _PRODUCT = {"cuda": 7168, "cpu": 0}
@@ -80,13 +80,10 @@ def tune(
     sizes = [size for size in options.world_sizes(tp, where) if size > 1]
     if not sizes:
         raise typer.BadParameter("1: expected at least 2 ranks", param_hint="--tp")
-    on_gpu = where == "cuda"
-    modes = options.modes(quant or (_GPU_QUANT if on_gpu else _CPU_QUANT))
-    hidden = hidden or (_GPU_HIDDEN if on_gpu else _CPU_HIDDEN)
     job = Job(
         dtypes=tuple(options.choices(dtype, "--dtype", names.DTYPES)),
-        quants=tuple(mode.quant for mode in modes),
-        hidden_sizes=tuple(options.integers(hidden, "--hidden", 1)),
+        quants=tuple(mode.quant for mode in options.modes(quant or _QUANT[where])),
+        hidden_sizes=tuple(options.integers(hidden or _HIDDEN[where], "--hidden", 1)),
         tokens=tuple(crossovers.token_grid(max_tokens or _MAX_TOKENS[where], _FACTOR)),
         algorithms=tuple(options.choices(algorithms, "--algorithms", names.ALGORITHMS)),
         device=where,
