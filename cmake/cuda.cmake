@@ -7,7 +7,7 @@ if(architectures STREQUAL "auto")
   string(REGEX MATCHALL "[0-9]+\\.[0-9]+" architectures "${architectures}")
   string(REPLACE "." "" architectures "${architectures}")
   list(REMOVE_DUPLICATES architectures)
-  # For one family of GPUs, where there are such: e2m1 is an instruction there.
+  # Family-specific code from 10.0 on, because it has an instruction for e2m1.
   list(TRANSFORM architectures APPEND f REGEX "^1[0-9][0-9]$")
   if(failed OR NOT architectures)
     set(architectures 90)
@@ -25,20 +25,20 @@ find_package(CUDAToolkit REQUIRED)
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/gpu/*.cu)
 add_library(allnorm_cuda SHARED ${cuda_sources})
 target_include_directories(allnorm_cuda PRIVATE csrc/gpu/cuda)
-# 1675: the headers of protocol/ also hold pragmas that only g++ knows.
+# 1675: an unknown pragma. The headers of protocol/ have some that only g++ knows.
 target_compile_options(allnorm_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
     -fmad=false -diag-suppress=1675 -Xcompiler=-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra>)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
-  # A sixth of the library on disk, half of the wheel; unpacked when it is loaded.
+  # Compressed kernels take a sixth of the space on disk; they are unpacked when they are loaded.
   target_compile_options(allnorm_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
 endif()
 string(REPLACE ";" " " architectures "${architectures}")
 target_compile_definitions(allnorm_cuda PRIVATE ALLNORM_CUDA_ARCHITECTURES="${architectures}")
-option(ALLNORM_RANDOM_PAUSES "Warps pause at random inside the kernels, for soaks" OFF)
+option(ALLNORM_RANDOM_PAUSES "Let warps pause at random inside kernels, for soak tests" OFF)
 if(ALLNORM_RANDOM_PAUSES)
   target_compile_definitions(allnorm_cuda PRIVATE ALLNORM_RANDOM_PAUSES)
 endif()
-option(ALLNORM_STAMPS "Warps note when they pass which point of a call: benchmarks/stamps.py" OFF)
+option(ALLNORM_STAMPS "Record when each warp passes certain points of a kernel, for benchmarks/stamps.py" OFF)
 if(ALLNORM_STAMPS)
   target_compile_definitions(allnorm_cuda PRIVATE ALLNORM_STAMPS)
 endif()

@@ -1,7 +1,6 @@
-# Libraries for machines with an older glibc than this one's: ALLNORM_GLIBC=2.28, as `make release`
-# asks for. Code is compiled as always, by g++ and nvcc; the libraries are linked by zig, which knows
-# the symbols of every glibc. (zig's own C++ library cannot be used: nvcc refuses it on x86.)
-# What this glibc has and that one has not is an error of the linker.
+# Links libraries for an older glibc than this machine's, such as ALLNORM_GLIBC=2.28 for `make release`.
+# g++ and nvcc compile as usual. zig links, because it knows the symbols of every glibc; a symbol that
+# the older glibc lacks is a link error. zig's own C++ library cannot be used: nvcc rejects it on x86.
 
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 execute_process(COMMAND ${Python_EXECUTABLE} -m ziglang version
@@ -11,8 +10,8 @@ if(NOT zig)
 endif()
 message(STATUS "allnorm: linked by zig ${zig} for glibc ${ALLNORM_GLIBC}")
 
-# libstdc++ and libgcc as g++ has them. What unwinds stays outside, in libgcc_s, which is as old as the
-# glibc needs: the static one asks for _dl_find_object of glibc 2.35.
+# Static libstdc++ and libgcc of g++. The unwinder is linked dynamically, from libgcc_s, because the
+# static one needs _dl_find_object of glibc 2.35.
 foreach(file libstdc++.a libgcc.a libgcc_s.so.1)
   execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=${file}
       OUTPUT_VARIABLE path OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)

@@ -1,7 +1,7 @@
-// Part of libraries that are linked for an older glibc (older_glibc.cmake).
+// Defines a symbol for libraries that are linked for an older glibc (older_glibc.cmake).
 //
-// libstdc++ asks glibc, from 2.32 on, whether the process has one thread, and then counts references
-// without atomics. To say no is right at any time.
+// glibc sets it from 2.32 on: nonzero while the process has a single thread. libstdc++ then counts
+// references without atomics. Zero is always correct.
 extern "C" {
 extern char __libc_single_threaded;
 char __libc_single_threaded = 0;
