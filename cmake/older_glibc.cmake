@@ -1,6 +1,7 @@
-# Links libraries for an older glibc than this machine's, such as ALLNORM_GLIBC=2.28 for `make release`.
-# g++ and nvcc compile as usual. zig links, because it knows the symbols of every glibc; a symbol that
-# the older glibc lacks is a link error. zig's own C++ library cannot be used: nvcc rejects it on x86.
+# Links libraries for an older glibc than this machine's, such as ALLNORM_GLIBC=2.28 in `make release`.
+# The compilers are g++ and nvcc, as usual. The linker is zig, because it knows the symbols of every
+# glibc; a symbol that the older one lacks is a link error. Its C++ library cannot be used: nvcc
+# rejects it on x86.
 
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 execute_process(COMMAND ${Python_EXECUTABLE} -m ziglang version
