@@ -438,8 +438,10 @@ def check_torchrun(words: list[str]) -> None:
 
 def check_pip(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert words[0] in ("install", "wheel")
+    assert words[0] in ("install", "uninstall", "wheel")
     for word in words[1:]:
+        if word.startswith("dist/"):  # a wheel
+            continue
         package = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", word)
         assert package, word
         if package[2] is not None:
