@@ -1,10 +1,10 @@
-"""The library of repeated calls under an interpreter without torch: a program of test_fast_call.py.
+"""Tests the library of repeated calls in an interpreter without torch; run by test_fast_call.py.
 
     python fast_call_alone.py LIBRARY SIZE_OF_CALL OFFSET...
 
-Offsets are those of x, residual, weight, out, residual_out, quantized and scale in a call, then of
-post_weight, expert_index, expert_weights and shared. Standard library only, so that any CPython can
-run it.
+The offsets in a C call are those of x, residual, weight, out, residual_out, quantized and scale,
+then of post_weight, expert_index, expert_weights and shared. The program needs only the standard
+library, so that any CPython can run it.
 """
 
 import ctypes
@@ -17,12 +17,17 @@ _CALLS = 20_000
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 
 
-# Lower an address may be an offset into memory that is not there.
+# The library takes lower addresses for offsets into freed memory.
 _BASE = 1 << 33
 
 
 class Tensor:
-    """What the library sees of one; with `storage`, its own address and that of its memory."""
+    """A tensor as the library sees it.
+
+    Args:
+        offset: distance of its address from `_BASE`; its address if `storage` is given.
+        storage: address of its memory, or "none".
+    """
 
     alive = 0
     is_nested = property(lambda self: self.nested)
@@ -45,16 +50,16 @@ class Tensor:
 
 
 def fail():
-    """Ends the program: what was asked must not be."""
+    """Ends the program, because the library used a tensor that it must not use."""
     os._exit(3)
 
 
 class Parameter(Tensor):
-    """The other class of tensors that is recognized."""
+    """The second class of tensors that the library recognizes."""
 
 
 class Subclass(Tensor):
-    """Stands for a tensor with values that are not in its memory."""
+    """A class of tensors that the library must not use."""
 
     is_nested = property(lambda self: fail())
 
@@ -63,7 +68,7 @@ class Subclass(Tensor):
 
 
 class Launches:
-    """Stands for allnorm_run; remembers the addresses of the last call."""
+    """A replacement of allnorm_run that records the addresses of the last call."""
 
     def __init__(self, offsets):
         self.offsets, self.status, self.seen, self.count = offsets, 0, (), 0
@@ -78,21 +83,21 @@ class Launches:
 
 
 class Sum:
-    """A value with parts: tensors only."""
+    """An argument that consists of tensors, like ExpertSum."""
 
     def __init__(self, rows, index, weights):
         self.rows, self.index, self.weights = rows, index, weights
 
 
 class Post:
-    """A value with parts: a tensor and constants."""
+    """An argument that consists of a tensor and constants, like PostNorm."""
 
     def __init__(self, weight, eps=1e-5, bias=0.5):
         self.weight, self.eps, self.bias = weight, eps, bias
 
 
 class Given:
-    """A value that is a tensor of the call, in place of a constant."""
+    """An argument that may hold a tensor of the call, like Fp8PerTensor."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -128,17 +133,17 @@ TABLE = (
 
 
 def missed(*arguments, **more):
-    """Stands for Python's way of a call, which a repeated call does without."""
+    """Replaces Python's dispatch, which C calls for all other calls."""
     return "missed", arguments, more
 
 
 def failed(status, **arguments):
-    """Stands for what raises after a launch that failed."""
+    """Replaces the function that raises after a failed launch."""
     raise OSError(status, arguments)
 
 
 def error_of(kind, call, arguments):
-    """What a call must raise."""
+    """Returns the error that a call must raise."""
     try:
         call(**arguments)
     except kind as error:
@@ -151,12 +156,12 @@ class InterruptedByHandlerError(Exception):
 
 
 def interrupt(*arguments):
-    """Stands for any Python code in which a signal handler runs that raises."""
+    """Replaces Python code during which a signal handler raises."""
     raise InterruptedByHandlerError
 
 
 class Spec:
-    """A constant whose comparison is Python code."""
+    """A constant with a comparison in Python, during which a signal handler raises."""
 
     def __eq__(self, other):
         interrupt()
@@ -165,7 +170,7 @@ class Spec:
 
 
 def raised_meanwhile(library, run, prepare, made_new, arguments):
-    """What a handler raises within a call is raised after Python has made the call."""
+    """Checks that a handler's error is raised after Python has run the call."""
     calls = []
 
     def missed_call(**given):
@@ -202,7 +207,7 @@ def raised_meanwhile(library, run, prepare, made_new, arguments):
 
 
 def closed_meanwhile(library, run, prepared, arguments):
-    """Another thread closes while a call takes the lock, or has it."""
+    """Closes the communicator while a call takes the lock."""
     lock, functions = threading.Lock(), []
 
     def acquire(blocking):
@@ -217,12 +222,12 @@ def closed_meanwhile(library, run, prepared, arguments):
     assert functions[0](**arguments)[0] == "missed"
     assert not lock.locked()
     with lock:
-        assert functions[0](**arguments)[0] == "missed", "Python waits, not this"
+        assert functions[0](**arguments)[0] == "missed", "only Python may wait for the lock"
     assert functions[4]() == 0
 
 
 def new_streams(library, run, prepared, arguments):
-    """The first call on a stream is Python's, which tells the library about the stream."""
+    """Checks that Python dispatches the first call on each stream."""
     stream = [0]
     call, keep, *_ = library.allnorm_fast_call_new(
         *(run, 77, missed, failed, None, None), 0, lambda: 0, lambda device: stream[0]
@@ -232,16 +237,16 @@ def new_streams(library, run, prepared, arguments):
     def is_made():
         return call(**arguments)[0] != "missed"
 
-    assert is_made(), "the default stream is known"
+    assert is_made(), "the library knows the default stream"
     for stream[0] in (1 << 20, 1 << 21):
         assert not is_made()
         assert is_made()
     stream[0] = 1 << 20
-    assert is_made(), "it alternates"
+    assert is_made(), "it remembers alternating streams"
     for stream[0] in range(1, 17):
         assert not is_made()
     stream[0] = 1 << 20
-    assert not is_made(), "of many streams the first are forgotten"
+    assert not is_made(), "it forgets the oldest of many streams"
 
 
 def main(path, size, *offsets):
@@ -299,7 +304,7 @@ def main(path, size, *offsets):
         )
 
     def arguments(a=x, b=residual, c=weight, **more):
-        """Those of a call, by keyword; defaults are left out."""
+        """Returns the keyword arguments of a call, without those that have a default."""
         return {"op": "norm", "source": a, "residual": b, "weight": c, **more}
 
     def is_made(call, *given, **changes):
@@ -314,13 +319,13 @@ def main(path, size, *offsets):
         else:
             raise AssertionError(f"{wrong} must be refused")
     unknown, *_ = new()
-    assert not is_made(unknown), "nothing is known about keywords"
+    assert not is_made(unknown), "the library does not know the keywords yet"
     library.allnorm_fast_call_use_keywords(TABLE)
     prepared = prepare(made_new)
     call, keep, forget, close, _ = new()
     keep(prepared)
     keep(prepared)
-    assert not is_made(call), "nothing is known about forward-mode differentiation"
+    assert not is_made(call), "the library cannot tell yet whether forward AD is active"
     library.allnorm_fast_call_use_tensors(forward_ad, Tensor, Parameter)
     for forward_ad["_current_level"] in (0, "another"):
         assert not is_made(call)
@@ -336,13 +341,13 @@ def main(path, size, *offsets):
     assert checked == [3]
     for nested in (x, residual, weight):
         nested.nested = True
-        assert not is_made(call), "its strides must not be asked for"
+        assert not is_made(call), "strides of a nested tensor must not be read"
         nested.nested = False
     for other in (Subclass(64), object()):
         for place in range(3):
             given = [x, residual, weight]
             given[place] = other
-            assert not is_made(call, *given), "it is asked nothing"
+            assert not is_made(call, *given)
     nowhere_at_all = Tensor(0, 0)  # as in the transforms of torch.func
     assert not is_made(call, x, residual, nowhere_at_all)
     assert checked == [3]
@@ -356,7 +361,7 @@ def main(path, size, *offsets):
     assert not is_made(call, out=Tensor(64))
     for name, other in zip(CONSTANTS, OTHERS, strict=True):
         assert not is_made(call, **{name: other}), other
-        assert is_made(call, **{name: CONSTANTS[name]}), "its default, written out"
+        assert is_made(call, **{name: CONSTANTS[name]}), "an explicit default is no difference"
     backwards = dict(reversed(arguments(algorithm="".join(["au", "to"])).items()))
     assert call(**backwards)[0] != "missed"
     renamed = {"".join(["sou", "rce"]): x, **{k: v for k, v in backwards.items() if k != "source"}}
@@ -369,7 +374,7 @@ def main(path, size, *offsets):
     checked.clear()
     made.clear()
 
-    # Memory that is given: returned as it is, and nothing of it may be what else is given.
+    # Results in given memory are those tensors; their memory must not overlap other tensors.
     into, keep_into, *_ = new()
     keep_into(prepare(((out_at, None, ()), made_new[1]), out=tensor))
     keep_into(
@@ -394,7 +399,7 @@ def main(path, size, *offsets):
     assert not is_made(into, out=other, residual_out=x)
     assert not is_made(into)
 
-    # Quantized: a scale that is given, or memory for the scales; rows that are not wanted.
+    # Quantizing calls: a given scale, or memory for scales; normed rows that are not requested.
     quantizing, keep_quantizing, *_ = new()
     unwanted = (out_at, None, ())
     results = ((quantized_at, empty, geometry), (3, None, ()), made_new[1], unwanted)
@@ -445,21 +450,21 @@ def main(path, size, *offsets):
 
     broken, keep_broken, *_ = new()
     keep_broken(prepare(((out_at, failing, geometry), made_new[1])))
-    assert not is_made(broken), "Python meets it again, and lets the peers know"
+    assert not is_made(broken), "Python repeats the failing step and tells the peers"
     for storage, expected in ((0, False), (16, True), ("none", False)):
         low = Tensor(256, storage)
         got = is_made(call, x, low)
-        assert (got is not None) == expected, "an offset into memory that is not there"
+        assert (got is not None) == expected, "a low address may be an offset into freed memory"
     count += 1
     assert not is_made(call, x, Tensor(0, 0))
-    assert not is_made(call, x, Tensor(2)), "between elements"
+    assert not is_made(call, x, Tensor(2)), "the address is not aligned to elements"
     gradients = []
     graded, keep_graded, *_ = new()
     keep_graded(prepare(made_new, grad_enabled=lambda: gradients[0]))
     for gradients[:] in ([True], [False], [1]):
         assert (is_made(graded) is not None) == (gradients == [False])
     count += 1
-    # Results that are given have new versions, before anything is launched.
+    # Versions of given results are incremented before the launch.
     versions = []
     counted, keep_counted, *_ = new()
     keep_counted(
@@ -476,7 +481,7 @@ def main(path, size, *offsets):
     count += 1
     versions.clear()
     keep_counted(prepare(made_new, overwrite=failing))
-    assert not is_made(counted), "Python meets it again"
+    assert not is_made(counted), "Python repeats the failing step"
     assert not lock.locked()
     wrong_places = ((12, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
     for wrong in (*wrong_places, (8, empty), (8,), 3):
@@ -489,7 +494,7 @@ def main(path, size, *offsets):
 
     raised_meanwhile(library, run, prepare, made_new, arguments)
     closed_meanwhile(library, run, prepared, arguments())
-    assert launches.count == count, "nothing is launched for who was closed meanwhile"
+    assert launches.count == count, "a closed communicator must not launch"
     new_streams(library, run, prepared, arguments())
     del first, out, got, other, taken, into, keep_into, low, graded, keep_graded, static, memory
     del counted, keep_counted
@@ -503,22 +508,12 @@ def main(path, size, *offsets):
             made.clear()
             checked.clear()
 
-    repeat(call)  # what the interpreter does once is done
+    repeat(call)  # the interpreter allocates some objects on the first pass
     gc.collect()
     alive, count = Tensor.alive, launches.count
-    # The last are immortal from 3.12 on: whoever counts them wears them out.
-    watched = (
-        x,
-        residual,
-        weight,
-        *CONSTANTS.values(),
-        geometry,
-        prepared,
-        missed,
-        None,
-        True,
-        False,
-    )
+    # From 3.12 on, the last three are immortal, and their counts must not change.
+    tensors = (x, residual, weight)
+    watched = (*tensors, *CONSTANTS.values(), geometry, prepared, missed, None, True, False)
     before = [sys.getrefcount(thing) for thing in watched]
     repeat(call)
     after = [sys.getrefcount(thing) for thing in watched]
@@ -532,7 +527,7 @@ def main(path, size, *offsets):
     close()
     keep(prepared)
     assert not is_made(call)
-    # What was prepared goes with the last who holds it.
+    # A prepared call is freed with its last owner.
     del prepared, broken, keep_broken, call, keep, forget, close
     gc.collect()
     assert sys.getrefcount(geometry) < before[watched.index(geometry)]

@@ -1,8 +1,8 @@
-"""A host of test_island_hosts.py: two ranks in a network namespace, with a /dev/shm of its own.
+"""Runs the two ranks of a host of test_island_hosts.py, inside the host's namespaces.
 
     python island_host.py HOST MASTER_ADDRESS PORT INTERFACE SCENARIO
 
-Each rank prints one line of JSON: what it saw.
+Each rank prints its observations as a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 2.0
 
 
 def tell(found: dict[str, Any]) -> None:
-    """A line in one write: two ranks share the pipe, and print() may write the line's end apart."""
+    """Prints a line in a single write, because two ranks share the pipe."""
     os.write(sys.stdout.fileno(), json.dumps(found).encode() + b"\n")
 
 
@@ -56,7 +56,7 @@ def rank_main(rank: int, address: str, port: int, interface: str, scenario: str)
         want = reference.all_reduce_add_rms_norm(xs, residual, weight, 1e-6, islands=comm.islands)
         return all(map(same_bits, got, want))
 
-    # The last is slow by its bytes.
+    # The last call is slow because it is large.
     seen["right"] = all([*(call(number) for number in range(3)), call(3, (1024, 1024))])
     seen |= {"fastest": min(seconds), "slowest": max(seconds)}
     dist.barrier()
@@ -77,7 +77,7 @@ def rank_main(rank: int, address: str, port: int, interface: str, scenario: str)
         seen |= {"error": type(error).__name__, "peer": error.peer, "text": str(error)}
         seen["seconds"] = time.monotonic() - last
     tell(seen)
-    # Rank 0 holds the store, which others may still ask.
+    # Other ranks may still need the store, which rank 0 serves.
     time.sleep(6 if scenario != "bits" and rank == 0 else 0.5)
     os._exit(0)
 

@@ -1,6 +1,6 @@
-"""A link of a known delay and rate between two network namespaces.
+"""A link with a known delay and rate between two network namespaces.
 
-It is two TUN devices, and a thread that passes packets from one to the other when they are due.
+It consists of two TUN devices and a thread that forwards packets when they are due.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import time
 
 _TUN = pathlib.Path("/dev/net/tun")
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
-MTU = 16000  # few packets, since each takes Python some microseconds
-_MOST_BYTES = 8 << 20  # on their way in one direction; what comes beyond is lost, as in a switch
+MTU = 16000  # large, because forwarding a packet takes Python some microseconds
+_MOST_BYTES = 8 << 20  # in flight in one direction; further packets are dropped, as by a switch
 
 
 def available() -> bool:
-    """Whether devices can be made here."""
+    """Returns whether this process may create TUN devices."""
     return os.access(_TUN, os.R_OK | os.W_OK)
 
 
 class _Direction:
-    """Packets on their way from one device to the other."""
+    """The packets in flight from one device to the other."""
 
     def __init__(self, delay: float, bytes_per_second: float) -> None:
         self._delay, self._bytes_per_second = delay, bytes_per_second
         self._packets: collections.deque[tuple[float, bytes]] = collections.deque()
         self._bytes = 0
-        self._sent = 0.0  # when the last of them has left its sender
+        self._sent = 0.0  # when the sender has sent the last packet
 
     def take(self, packet: bytes, now: float) -> None:
         if self._bytes + len(packet) > _MOST_BYTES:
@@ -54,7 +54,13 @@ class _Direction:
 
 
 class SlowLink:
-    """Two devices of these names, for a namespace each. `delay` in seconds, one way."""
+    """A link of two devices, one per namespace.
+
+    Args:
+        names: the devices' names.
+        delay: seconds, one way.
+        bits_per_second: rate per direction.
+    """
 
     def __init__(self, names: list[str], delay: float, bits_per_second: float) -> None:
         self._devices = [self._device(name) for name in names]
@@ -97,10 +103,10 @@ class SlowLink:
                 way.take(os.read(device, 65536), time.monotonic())
         except BlockingIOError:
             pass
-        except OSError:  # it is down
+        except OSError:  # the device is down
             time.sleep(0.001)
 
     @staticmethod
     def _write(device: int, packet: bytes) -> None:
-        with contextlib.suppress(OSError):  # it is down, or its queue is full
+        with contextlib.suppress(OSError):  # the device is down, or its queue is full
             os.write(device, packet)

@@ -1,4 +1,4 @@
-"""How ranks find each other: processes, groups and worlds that come and go over one store."""
+"""Rendezvous of ranks: processes, groups and worlds that come and go and share one store."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ WAIT_SECONDS = 60.0
 
 
 class Died(BaseException):
-    """The end of a simulated process: it does nothing more."""
+    """Ends a simulated process."""
 
 
 class MortalStore:
-    """A store for one simulated process, which dies after a number of operations."""
+    """The store of a simulated process that dies after a number of operations."""
 
     def __init__(self, store: Any, operations: float, pauses: random.Random) -> None:
         self._store, self._left, self._pauses = store, operations, pauses
@@ -77,7 +77,7 @@ def meet(group: ThreadGroup, seconds: float, value: Any, steps: int = 2) -> list
 
 
 def run_ranks(functions: list[Any]) -> list[Any]:
-    """Runs one function per thread; returns or raises what they do."""
+    """Runs one function per thread; returns their results or errors."""
     results: list[Any] = [None] * len(functions)
 
     def run(rank: int) -> None:
@@ -97,8 +97,8 @@ def run_ranks(functions: list[Any]) -> list[Any]:
 
 @pytest.mark.usefixtures("threads_are_ranks")
 @pytest.mark.parametrize("seed", range(12))
-def test_ranks_meet_whatever_earlier_ones_have_left(seed: int) -> None:
-    """Processes die at any operation, give up, come late, and are replaced; then all meet."""
+def test_ranks_meet_in_spite_of_entries_of_earlier_ranks(seed: int) -> None:
+    """Processes die at any operation, time out, come late, and are replaced; then all meet."""
     chosen = random.Random(seed)
     world_size, store = chosen.choice((2, 3, 4)), HashStore()
     store.set_timeout(datetime.timedelta(seconds=WAIT_SECONDS))
@@ -110,7 +110,7 @@ def test_ranks_meet_whatever_earlier_ones_have_left(seed: int) -> None:
         group, lives = None, 0
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
-            if group is None:  # a new process, of which nothing is known but its rank
+            if group is None:  # starts a new process, which has only the rank in common
                 operations = own.choice((own.randrange(40), own.randrange(400), float("inf")))
                 group = ThreadGroup(MortalStore(store, operations, own), rank, world_size)
                 lives += 1
@@ -138,7 +138,7 @@ def test_ranks_meet_whatever_earlier_ones_have_left(seed: int) -> None:
     for number, found in enumerate(results[0]):
         assert [value for _, value in found] == [(rank, number) for rank in range(world_size)]
         assert len({name for name, _ in found}) == 1
-    # What some ranks got before the end of a meeting was the same for all of them.
+    # Ranks that got a result of an aborted meeting got the same one.
     assert all(len(founds) == 1 for founds in met.values()), met
     assert len(met) > 3
 
@@ -167,7 +167,7 @@ def test_meetings_leave_one_entry_per_rank(kind: str, tmp_path: Any) -> None:
 
 @pytest.mark.usefixtures("threads_are_ranks")
 def test_threads_of_a_rank_take_turns() -> None:
-    """Two communicators of a group that two threads make: ranks pair them in some order."""
+    """If two threads create communicators of one group, all ranks pair them in the same order."""
     store = HashStore()
     groups = [ThreadGroup(store, rank, 2) for rank in range(2)]
     functions = [lambda g=group: meet(g, WAIT_SECONDS, g.rank) for group in groups * 4]
@@ -209,19 +209,19 @@ def make_four(store: Any, rank: int, world_size: int, name: str) -> list[str]:
     return names
 
 
-def test_groups_of_the_same_name_with_other_ranks(workers: worlds.Workers) -> None:
-    """From tensor parallelism over two ranks to four: the group of the four has a pair's name."""
+def test_groups_of_the_same_name_with_different_ranks(workers: worlds.Workers) -> None:
+    """A group of four ranks has the name that a group of two ranks had before."""
     assert workers.run(range(4), make_pairs, "pairs") == ["1#1", "1#1", "2#2", "2#2"]
-    workers.replace(3)  # and one process is new
+    workers.replace(3)
     assert workers.run(range(4), make_four, "four") == [["1#2", "1#3"]] * 4
-    # Names go on from the highest number of any rank: an old name never means something new.
+    # Numbers continue from the highest one of any rank, so that no name is used twice.
     assert workers.run([3, 2, 1, 0], make_four, "again") == [["1#4", "1#5"]] * 4
 
 
 def dies_before_the_next(
     store: Any, rank: int, world_size: int, name: str, islands: Any, own_store: str
 ) -> tuple[str, int, str, float] | None:
-    """The last rank's process ends between two constructions."""
+    """Ends the last rank's process between the creation of two communicators."""
     if own_store:
         if rank == world_size - 1:
             mine = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -249,7 +249,7 @@ def dies_before_the_next(
 def test_a_death_before_the_first_step(
     workers: worlds.Workers, islands: Any, own_store: str
 ) -> None:
-    """Ranks that have met before know each other's processes: no rank waits for 600 s."""
+    """No rank waits for 600 s, because ranks that have met know each other's processes."""
     results = workers.run(range(4), dies_before_the_next, "a", islands, own_store)
     assert results.pop() == "died"
     for result in results:
@@ -266,20 +266,20 @@ def test_a_death_before_the_first_step(
 
 def comes_and_dies(store: Any, rank: int, world_size: int, name: str) -> tuple[str, int, float]:
     worlds.join(store, rank, world_size, name, WAIT_SECONDS)
-    if rank == 0:  # it has not met anyone, but has come
+    if rank == 0:  # dies after it has come, before it has met a peer
         threading.Timer(1.0, os._exit, (1,)).start()
     elif rank == 1:
-        time.sleep(3)  # comes when rank 0 is gone
+        time.sleep(3)  # comes after rank 0 has died
     start = time.monotonic()
     with pytest.raises(allnorm.AllnormError) as caught:
         allnorm.Communicator(device="cpu", timeout=8)
     return str(caught.value), getattr(caught.value, "peer", -1), time.monotonic() - start
 
 
-def test_a_death_after_coming_first_of_all(workers: worlds.Workers) -> None:
+def test_the_first_rank_that_comes_dies(workers: worlds.Workers) -> None:
     died, late, waiting = workers.run(range(3), comes_and_dies, "b")
     assert died == "died"
-    # Rank 2 saw it living. Rank 1 cannot tell it from what an earlier group has left.
+    # Rank 2 saw rank 0 alive. Rank 1 cannot tell its entry from that of an earlier group.
     assert waiting[1] == 0, waiting
     assert "has ended" in waiting[0], waiting
     assert "given up" in late[0] or "came as rank 0 and has ended" in late[0], late
@@ -294,7 +294,7 @@ def never_comes(store: Any, rank: int, world_size: int, name: str) -> tuple[str,
     return str(caught.value), getattr(caught.value, "peer", 1)
 
 
-def test_those_who_never_came_are_named(workers: worlds.Workers) -> None:
+def test_ranks_that_never_come_are_named(workers: worlds.Workers) -> None:
     results = workers.run(range(4), never_comes, "c")
     for text, peer in (results[0], results[2]):
         assert re.search(r"rank \d waited 2 s for ranks 1, 3 while checking", text), text
@@ -302,7 +302,7 @@ def test_those_who_never_came_are_named(workers: worlds.Workers) -> None:
 
 
 def dead_store(store: Any, rank: int, world_size: int, name: str) -> tuple[str, str, float]:
-    """The process that holds the store has gone; no communicator was made before."""
+    """Ends the process that serves the store before any communicator is created."""
     if rank == 0:
         mine = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         store.set(f"{name}/port", str(mine.port))
@@ -359,10 +359,9 @@ def refuses_groups(store: Any, rank: int, world_size: int, name: str) -> list[st
     return texts
 
 
-def test_groups_that_cannot_be(workers: worlds.Workers) -> None:
+def test_wrong_groups_are_refused(workers: worlds.Workers) -> None:
     for texts in workers.run([0, 1], refuses_groups, "e"):
         assert isinstance(texts, list), texts
-        print("\n".join(texts))
         *others, fake = texts
         assert '"fake"' in fake
         assert all("xpected" in text for text in others), texts
@@ -393,7 +392,7 @@ def test_threads_as_ranks_are_refused(workers: worlds.Workers) -> None:
         assert text.startswith("ranks 0 and 1 are threads of one process: expected"), text
 
 
-def waits_for_ever(store: Any, rank: int, world_size: int, name: str) -> None:
+def takes_long_timeouts(store: Any, rank: int, world_size: int, name: str) -> None:
     worlds.join(store, rank, world_size, name, WAIT_SECONDS)
     for timeout in (1e9, 9.3e9, 1e12, 1e300, datetime.timedelta.max):
         for islands in ("auto", ((0,), (1,))):
@@ -402,13 +401,13 @@ def waits_for_ever(store: Any, rank: int, world_size: int, name: str) -> None:
     dist.barrier()
 
 
-def test_timeouts_without_end(workers: worlds.Workers) -> None:
-    assert workers.run([0, 1], waits_for_ever, "g") == [None, None]
+def test_very_long_timeouts(workers: worlds.Workers) -> None:
+    assert workers.run([0, 1], takes_long_timeouts, "g") == [None, None]
 
 
-def is_another_user(store: Any, rank: int, world_size: int, name: str, islands: Any) -> str:
+def is_a_different_user(store: Any, rank: int, world_size: int, name: str, islands: Any) -> str:
     worlds.join(store, rank, world_size, name, WAIT_SECONDS)
-    # Loads the library and every module, which the other user may not be allowed to read.
+    # Loads the library and every module now, because the second user may not read them.
     allnorm.Communicator(device="cpu", timeout=WAIT_SECONDS, islands=islands).close()
     if rank:
         os.seteuid(65534)
@@ -420,8 +419,8 @@ def is_another_user(store: Any, rank: int, world_size: int, name: str, islands: 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may start ranks as two users")
 @pytest.mark.parametrize("islands", ["auto", ((0,), (1,))], ids=["flat", "islands"])
 def test_ranks_of_two_users(workers: worlds.Workers, islands: Any) -> None:
-    """Of flat ranks the workspace, of islands the memory in which they announce calls."""
-    texts = workers.run([0, 1], is_another_user, "h", islands)
+    """Neither a workspace nor the memory for announcements of islands can be opened."""
+    texts = workers.run([0, 1], is_a_different_user, "h", islands)
     for text in texts:
         assert "this process runs as user 65534: start all ranks as the same user" in text, texts
         assert "container" not in text
@@ -431,7 +430,7 @@ def test_ranks_of_two_users(workers: worlds.Workers, islands: Any) -> None:
 
 
 def test_worlds_come_and_go() -> None:
-    print(worlds.random_worlds(seed=int(time.time()) // 86400, seconds=15))
+    print(worlds.random_worlds(seed=1, seconds=15))
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
-"""Several communicators, and the user's own collectives, over one process group in several threads.
+"""Communicators, and the user's collectives, that share one process group in several threads.
 
-Threads have no order among each other, and each rank runs them in another one. So nothing of a
-communicator may depend on what else goes through its group.
+The order of threads differs between ranks. Hence a communicator must not depend on any other
+traffic of its group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES = (
 
 
 def in_threads(bodies: Sequence[Callable[[], None]]) -> None:
-    """Runs each in a thread of its own; raises what the first of them raises."""
+    """Runs each function in its own thread; raises the first error."""
     errors: list[BaseException] = []
 
     def run(body: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ def in_threads(bodies: Sequence[Callable[[], None]]) -> None:
 
 
 def check_rows(c: allnorm.Communicator, case: Case) -> None:
-    """By all_gather_rows."""
+    """Compares all_gather_rows with the ranks' rows."""
     tokens = case.shape[0]
     rows = [case.but(sharded=False).x(rank) for rank in range(c.world_size)]
     bounds = [allnorm.reference.row_shard(tokens, c.world_size, q) for q in range(c.world_size)]
@@ -70,10 +70,10 @@ def check_rows(c: allnorm.Communicator, case: Case) -> None:
 def make_calls(
     c: allnorm.Communicator, algorithms: Sequence[str], number: int, count: int, pauses: Any
 ) -> None:
-    """The same calls on every rank, of a communicator of that number, at other times."""
+    """Makes the calls that belong to `number`, equal on every rank, at times that differ."""
     order = random.Random(f"calls {number}")
     for call in range(count):
-        # Of few shapes, so that rows of two communicators would fit into each other's places.
+        # With few shapes, rows of one communicator would fit where a different one expects rows.
         case = order.choice(CASES).but(
             call=1000 * (number + 1) + call, algorithm=order.choice(algorithms)
         )
@@ -118,13 +118,13 @@ def test_threads_over_islands_and_ranks_that_have_none(pool: RankPool) -> None:
 @on(cpu=(2,))
 @pytest.mark.parametrize(("islands", "algorithm"), [("auto", "unfused"), (APART, "auto")])
 def test_collectives_of_the_user(rank: int, world_size: int, islands: Any, algorithm: str) -> None:
-    """The user's collectives over the same group, from a thread, and some that are not awaited."""
+    """Runs the user's collectives in a thread and asynchronously, over the same group."""
     c = allnorm.Communicator(device=device(), islands=islands, timeout=120)
     pauses = random.Random(rank)
 
     def own() -> None:
         for number in range(80):
-            # The bytes of a call's rows, so that one could be taken for the other.
+            # As many bytes as a call's rows, which could be mistaken for them.
             given = torch.full((7 * 96,), float(number + rank), device=device())
             gathered = torch.empty(world_size * given.numel(), device=device())
             dist.all_gather_into_tensor(gathered, given)
@@ -138,7 +138,7 @@ def test_collectives_of_the_user(rank: int, world_size: int, islands: Any, algor
             time.sleep(pauses.random() * 2e-3)
 
     in_threads([own, calls])
-    # Begun by one rank before the call, by the other after it.
+    # One rank starts the collective before the call, the other one after it.
     for number in range(6):
         held = torch.full((7 * 96,), float(rank), device=device())
         work = None
@@ -154,7 +154,7 @@ def test_collectives_of_the_user(rank: int, world_size: int, islands: Any, algor
 
 @on(cpu=(2,))
 def test_threads_with_a_group_each(rank: int, world_size: int) -> None:
-    """Two threads make the communicators of two groups, on each rank another one first."""
+    """Two threads create the communicators of two groups, in an order that differs by rank."""
     groups = [dist.new_group(range(world_size)) for _ in range(2)]
     with mock.patch.dict(os.environ, {"ALLNORM_TIMEOUT_SECONDS": "20"}):
 
@@ -191,7 +191,7 @@ def make_at_the_same_time(rank: int, world_size: int) -> list[str]:
 
 @on(cpu=(2,))
 def test_threads_that_make_communicators_of_one_group(pool: RankPool) -> None:
-    """Ranks would pair those of different threads."""
+    """Creation is refused, because ranks could pair communicators of different threads."""
     found = pool.run(make_at_the_same_time)
     for seen in found:
         assert any("two threads of this process" in text for text in seen), found
@@ -212,36 +212,27 @@ def test_nothing_is_connected_before_an_unfused_call(rank: int, world_size: int)
     c.close()
 
 
-def cannot_connect(rank: int, world_size: int) -> str:
+@on(cpu=(3,))
+def test_a_rank_that_cannot_connect_is_named_by_all(rank: int, world_size: int) -> None:
     c = allnorm.Communicator(device=device(), timeout=60)
     case = CASES[1].but(algorithm="unfused")
-    with mock.patch.object(connection, "own_store") as store:
-        if rank == 1:
-            store.side_effect = OSError("no more file descriptors")
-        else:
-            store.side_effect = own_store
+    fails = mock.patch.object(
+        connection, "own_store", side_effect=OSError("no more file descriptors")
+    )
+    with fails if rank == 1 else contextlib.nullcontext():
         start = time.monotonic()
         with pytest.raises(allnorm.AllnormError) as caught:
             case.run(c)
         assert time.monotonic() - start < 30
-    case.check(c)  # ranks are in step, and try again
+    assert "rank 1: OSError: no more file descriptors" in str(caught.value)
+    assert "Nothing was computed" in str(caught.value)
+    case.check(c)  # ranks are in step, and connect again
     c.check()
     c.close()
-    return str(caught.value)
-
-
-own_store = connection.own_store
-
-
-@on(cpu=(3,))
-def test_a_rank_that_cannot_connect_is_named_by_all(pool: RankPool) -> None:
-    for text in pool.run(cannot_connect):
-        assert "rank 1: OSError: no more file descriptors" in text
-        assert "Nothing was computed" in text
 
 
 def interrupted_connecting(rank: int, world_size: int, how: str) -> tuple[str, int]:
-    """Rank 1 does not come to the end of the first unfused call."""
+    """Stops rank 1 in its first unfused call; returns this rank's error."""
     timeout = 3.0 if how == "stands still" else 120.0
     c = allnorm.Communicator(device=device(), timeout=timeout)
     case = CASES[1].but(algorithm="unfused")
@@ -275,7 +266,7 @@ def test_a_rank_that_dies_while_it_connects(pool: RankPool) -> None:
 
 @on(cpu=(3,))
 def test_a_rank_that_stands_still_while_it_connects(pool: RankPool) -> None:
-    """Nobody knows who it is: all wait for all. The deadline decides, or that of gloo."""
+    """No rank can tell which one is late, so the timeout of allnorm or of gloo ends the wait."""
     found = pool.run(interrupted_connecting, "stands still")
     kinds = {"PeerTimeoutError", "PeerLeftError", "AllnormError"}
     assert {kind for kind, _ in found} <= kinds, found
@@ -292,7 +283,7 @@ def test_a_communicator_that_is_closed_while_it_connects(pool: RankPool) -> None
 
 
 def cross(rank: int, world_size: int, how: str, algorithm: str) -> list[str]:
-    """Two threads, each with calls of its own, over one communicator; what they raise."""
+    """Lets three threads use one communicator at the same time; returns the errors."""
     islands = APART if algorithm == "hierarchical" else "auto"
     c = allnorm.Communicator(device=device(), islands=islands, timeout=120)
     pauses = random.Random(rank)
@@ -326,19 +317,15 @@ def cross(rank: int, world_size: int, how: str, algorithm: str) -> list[str]:
 @on(cpu=(2,))
 @pytest.mark.parametrize(
     ("how", "algorithm"),
-    [("methods", name) for name in ("one_shot", "unfused", "auto")] + [("functions", "auto")],
+    [
+        *(("methods", name) for name in ("one_shot", "unfused", "auto", "hierarchical")),
+        ("functions", "auto"),
+    ],
 )
 def test_threads_that_call_at_the_same_time(pool: RankPool, how: str, algorithm: str) -> None:
-    """Their order differs from rank to rank: refused, by all ranks and in words."""
+    """All ranks raise, because the order of the threads' calls differs between ranks."""
     for seen in pool.run(cross, how, algorithm):
         assert len(seen) == 3
         for text in seen:
             assert "at the same time" in text
             assert "a Communicator of its own" in text
-
-
-@on(cpu=(2,))
-def test_threads_over_islands_that_call_at_the_same_time(pool: RankPool) -> None:
-    for seen in pool.run(cross, "methods", "hierarchical"):
-        assert len(seen) == 3
-        assert all("at the same time" in text for text in seen), seen

@@ -1,4 +1,4 @@
-"""CUDA graphs: nothing to register, new inputs at replay, eager calls between, any order."""
+"""CUDA graphs: replays with new inputs, in any order, with eager calls between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rank_helpers import MODES, Case, assert_ranks_agree, comm, device, on
 
 import allnorm
 from allnorm import reference
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 
 def capture(call: Callable[[], Any], warmups: int = 0) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -31,18 +31,19 @@ def capture(call: Callable[[], Any], warmups: int = 0) -> tuple[torch.cuda.CUDAG
     return graph, results
 
 
-# By the port of the node before, and the type of the edge: 1 is programmatic.
-_BEGINS = {(0, 0): "ended", (1, 1): "let in", (2, 1): "begun"}
+# When a node begins, by the port of its predecessor and the type of the edge (1: programmatic).
+_BEGINS = {(0, 0): "ended", (1, 1): "triggered", (2, 1): "begun"}
 
 
 class KernelNode(NamedTuple):
-    """Of a captured graph.
+    """A kernel of a captured graph.
 
     Attributes:
-        name: of the kernel.
-        before: the nodes with an edge to it.
-        begins: when the kernel before it has "ended", has "let in" its dependents, or has "begun";
-            of several the one that lets in.
+        name: the kernel's name.
+        before: handles of the preceding nodes.
+        begins: the event of the preceding kernel after which this one may begin: it has "ended",
+            "triggered" its dependents, or "begun". With several predecessors, the one that triggers
+            counts.
     """
 
     name: str
@@ -51,7 +52,7 @@ class KernelNode(NamedTuple):
 
 
 def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
-    """By handle, in the order of the capture; the graph was made with keep_graph=True."""
+    """Returns the kernels of a graph by handle, in capture order; it needs keep_graph=True."""
     cuda = ctypes.CDLL("libcuda.so.1")
 
     def ask(function: str, *arguments: Any) -> None:
@@ -82,13 +83,13 @@ def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
             "cuGraphNodeGetDependencies_v2", node, lambda n: ctypes.create_string_buffer(8 * n + 1)
         )
         found = {_BEGINS[edges.raw[8 * i], edges.raw[8 * i + 2]] for i in range(len(before))}
-        begins = next((each for each in ("let in", "begun") if each in found), "ended")
+        begins = next((each for each in ("triggered", "begun") if each in found), "ended")
         nodes[node] = KernelNode((name.value or b"").decode(), tuple(before), begins)
     return nodes
 
 
 def snapshot(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy in memory of the same kind, what lies behind the last row included."""
+    """Returns a copy of a tensor with its whole storage, including memory after the last row."""
     if tensor is None:
         return None
     storage = tensor.untyped_storage().clone()
@@ -97,7 +98,7 @@ def snapshot(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Site:
-    """One captured call over static inputs, replayed with new ones."""
+    """A captured call with static inputs, which each replay overwrites."""
 
     def __init__(self, c: allnorm.Communicator, case: Case, warmups: int = 0) -> None:
         self.c, self.case = c, case
@@ -139,9 +140,9 @@ def test_replay_with_new_inputs(rank: int, world_size: int) -> None:
 
 @on(gpu=[1, 2])
 def test_calls_begin_early(rank: int, world_size: int) -> None:
-    """A call begins before the kernel before it has ended.
+    """Calls begin before the preceding kernel has ended.
 
-    Behind another call, and behind what was launched as a dependent itself, as a dependent.
+    After a call of allnorm, and after a dependent launch, a call is a dependent launch itself.
     """
     c = comm()
     residual, weight = (torch.zeros(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (16, 1))
@@ -153,7 +154,7 @@ def test_calls_begin_early(rank: int, world_size: int) -> None:
         return allnorm.add_rms_norm(x, residual, weight[0], 1e-6)[0]
 
     def layers() -> None:
-        for columns in (2048, 7168):  # cuBLAS splits the second product only, on an H100
+        for columns in (2048, 7168):  # on an H100, cuBLAS splits only the second GEMM
             x = torch.zeros(16, columns, dtype=torch.bfloat16, device="cuda")
             w = torch.zeros(4096, columns, dtype=torch.bfloat16, device="cuda")
             for call in (norm, local):
@@ -169,18 +170,18 @@ def test_calls_begin_early(rank: int, world_size: int) -> None:
     begun = 0
     for node in calls:
         (before,) = (nodes[handle] for handle in node.before)
-        lets_in = "allnorm" in before.name or before.begins == "let in"
-        wanted = "let in" if lets_in else "begun"
-        assert node.begins == wanted, f"{node.name} behind {before.name}: {node.begins}"
-        begun += not lets_in
-    assert 4 <= begun <= 8  # behind relu, and behind products that are not split
+        triggers = "allnorm" in before.name or before.begins == "triggered"
+        wanted = "triggered" if triggers else "begun"
+        assert node.begins == wanted, f"{node.name} after {before.name}: {node.begins}"
+        begun += not triggers
+    assert 4 <= begun <= 8  # after relu, and after GEMMs that are not split
     assert all(n.begins != "begun" for n in nodes.values() if "allnorm" not in n.name)
     del graph
 
 
 @on(gpu=range(2, 9))
 def test_replays_of_quantized_and_sharded_calls(rank: int, world_size: int) -> None:
-    """Quantized and sharded calls in graphs, eager ones of other shapes between."""
+    """Replays quantizing and sharded calls, with eager calls of different shapes between."""
     c = comm()
     sites = [
         Site(c, Case((tokens, 2944), quant=spec, sharded=sharded, algorithm=algorithm), warmups=1)
@@ -206,7 +207,7 @@ def test_replays_of_quantized_and_sharded_calls(rank: int, world_size: int) -> N
 
 @on(gpu=(2, 3, 8))
 def test_a_given_scale_may_change_between_replays(rank: int, world_size: int) -> None:
-    """A graph reads the given scale when it runs; and gathers what a sharded call has left."""
+    """A replay reads the current scale. The graph also gathers a sharded residual."""
     c = comm()
     case = Case((21, 1024), sharded=True)
     x, a = case.x(rank), case.call_arguments(c)
@@ -231,7 +232,7 @@ def test_a_given_scale_may_change_between_replays(rank: int, world_size: int) ->
 
 @on(gpu=(2, 8))
 def test_first_replay_and_replay_after_idling(rank: int, world_size: int) -> None:
-    """Incidents 7 and 13: no eager call before, and a long idle between."""
+    """Incidents 7 and 13: there is no earlier eager call, and ranks idle between replays."""
     with allnorm.Communicator(device=device()) as c:
         site = Site(c, Case((4, 4096)))
         for call, idle_seconds in enumerate((0.0, 1.0, 0.0)):
@@ -260,10 +261,11 @@ def test_several_graphs_in_random_order(rank: int, world_size: int) -> None:
         case.compare(c, normed, total)
 
 
-def chains(rank: int, world_size: int, length: int, early_trigger: bool) -> None:
-    """Each call reads what the one before has written: with programmatic launch, a read too early
-    shows here (incident 15)."""
-    c = comm(early_trigger=early_trigger)
+@on(gpu=(2, 4, 8))
+@pytest.mark.parametrize("early_trigger", [True, False], ids=["early", "late"])
+def test_chains_of_dependent_calls(rank: int, world_size: int, early_trigger: bool) -> None:
+    """Each call reads results of the previous one, so that early reads show (incident 15)."""
+    c, length = comm(early_trigger=early_trigger), 50
     shapes = (("one_shot", 1), ("one_shot", 16), ("two_shot", 64), ("two_shot", 300), ("auto", 3))
     for algorithm, tokens in shapes:
         start = Case((tokens, 4096), algorithm=algorithm)
@@ -296,15 +298,9 @@ def chains(rank: int, world_size: int, length: int, early_trigger: bool) -> None
         assert_same_bits(eager[1], residual, "eager chain")
 
 
-@on(gpu=(2, 4, 8))
-@pytest.mark.parametrize("early_trigger", [True, False], ids=["early", "late"])
-def test_chains_of_dependent_calls(pool: RankPool, early_trigger: bool) -> None:
-    pool.run(chains, 50, early_trigger)
-
-
 @on(gpu=(2, 8))
 def test_other_kernels_in_the_graph(rank: int, world_size: int) -> None:
-    """Ordinary kernels before, between and after, in one graph."""
+    """Captures calls together with kernels of torch."""
     c = comm()
     case = Case((17, 2880))
     x, a = case.x(rank), case.norm_arguments()
@@ -328,7 +324,7 @@ def test_other_kernels_in_the_graph(rank: int, world_size: int) -> None:
 
 @on(gpu=(2, 8))
 def test_changing_streams(rank: int, world_size: int) -> None:
-    """Calls on changing streams of one communicator are ordered by it (incident 11)."""
+    """A communicator orders its calls on different streams (incident 11)."""
     c = comm()
     side = [torch.cuda.Stream() for _ in range(2)]
     pending = []
@@ -344,10 +340,11 @@ def test_changing_streams(rank: int, world_size: int) -> None:
         case.compare(c, normed, total)
 
 
-def soak(rank: int, world_size: int, seconds: float) -> int:
-    """Feature 24: random shapes, algorithms, graphs and delays; compared on the device, no host
-    synchronization between the calls of a batch."""
-    c = comm()
+@pytest.mark.slow
+@on(gpu=(2, 3, 8))
+def test_soak(rank: int, world_size: int) -> None:
+    """Runs random shapes, algorithms, graphs and delays without synchronization within a batch."""
+    c, seconds = comm(), 20.0
     agreed, own = random.Random(5), random.Random(100 + rank)
     sites = [
         Site(c, Case((tokens, hidden_size), algorithm=algorithm))
@@ -379,18 +376,11 @@ def soak(rank: int, world_size: int, seconds: float) -> int:
         flag = torch.tensor([time.monotonic() - start < seconds])
         dist.broadcast(flag, 0)
         go_on = bool(flag)
-    return calls
-
-
-@pytest.mark.slow
-@on(gpu=(2, 3, 8))
-def test_soak(pool: RankPool) -> None:
-    assert min(pool.run(soak, 20.0)) >= 50
 
 
 @on(gpu=(2, 4))
 def test_graphs_after_close(rank: int, world_size: int) -> None:
-    """What graphs use stays, though other communicators come and go."""
+    """Memory that graphs use stays valid while other communicators are created and closed."""
     for _ in range(3):
         c = allnorm.Communicator(timeout=20, workspace_bytes=8 << 20)
         sites = [
@@ -410,7 +400,7 @@ def test_graphs_after_close(rank: int, world_size: int) -> None:
 @on(gpu=[2])
 @pytest.mark.own_gpus  # NCCL broadcasts the weight
 def test_reduce_overhead(rank: int, world_size: int) -> None:
-    """CUDA graph trees of torch.compile: captured, replayed with new inputs, no graph skipped."""
+    """torch.compile captures all calls in its CUDA graph trees and replays them with new inputs."""
     import torch._dynamo.utils as dynamo_utils
 
     torch._dynamo.reset()
@@ -443,7 +433,7 @@ def test_reduce_overhead(rank: int, world_size: int) -> None:
 
 
 @on(gpu=[2])
-def test_none_is_made_while_a_graph_is_captured(rank: int, world_size: int) -> None:
+def test_no_communicator_is_created_during_a_capture(rank: int, world_size: int) -> None:
     x = torch.full((4, 2880), float(rank + 1), device="cuda")
     graph = torch.cuda.CUDAGraph()
     message = "before the capture begins"

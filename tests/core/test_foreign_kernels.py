@@ -1,11 +1,11 @@
-"""Kernels of others between two calls.
+"""Kernels of other libraries between two calls.
 
-Some are launched as dependents and never wait for what is before. CUDA demands of a dependent grid
-that it waits (`griddepcontrol.wait`). One that does not ends while our call before it still runs.
-Our next call must not start on that account: both would read the same number of an operation.
+Some are dependent launches that never wait for their predecessors, although CUDA demands it
+(`griddepcontrol.wait`). Such a kernel ends while our previous call still runs. Our next call must
+not start then, because both calls would read the same operation number.
 
-Others write a call's input when the call has long begun: it must wait until they have ended. They
-have read it before, so that its old values are in their multiprocessors' L1 caches.
+Others write a call's input long after the call has begun, so the call must wait for their end.
+They read the input first, which leaves its old values in the SM's L1 cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PTX = b"""
   mov.u32 %thread, %tid.x;
   mul.wide.u32 %offset, %thread, 4;
   mov.u32 %read, 0;
-  // Every block reads the old values, by its 128 threads of 4 bytes; their OR is never 1.
+  // The 128 threads of every block read the old values, 4 bytes each; their OR is never 1.
 READ:
   setp.ge.u64 %p, %offset, %end;
   @%p bra HAVE_READ;
@@ -151,7 +151,7 @@ def test_calls_with_foreign_dependents_between(
         results = []
         for index, (method, x, given) in enumerate(arguments):
             if (index + rank) % 5 == 0:
-                torch.cuda._sleep(400_000)  # this rank is late: its peers' kernels wait for it
+                torch.cuda._sleep(400_000)  # makes the peers' kernels wait for this rank
             results.append(method(x, **given))
             for _ in range(index % 3):
                 _launch(name, 1 + 40 * (index % 2))
@@ -180,7 +180,7 @@ def test_calls_that_begin_before_their_input_is_written(
 
 
 def late_writer(c: allnorm.Communicator, shape: tuple[int, int], blocks: int) -> None:
-    """What a call begins early behind writes its input, long after the call has begun."""
+    """The preceding kernel writes a call's input long after the call has begun."""
     cases = [Case(shape, algorithm=algorithm) for algorithm in ("one_shot", "two_shot")]
     sources = [case.x(c.rank) for case in cases]
     xs = [torch.empty_like(source) for source in sources]
@@ -211,7 +211,7 @@ def late_writer(c: allnorm.Communicator, shape: tuple[int, int], blocks: int) ->
         for tensor in (tensor for result in results for tensor in result):
             tensor.fill_(float("nan"))
         if (call + c.rank) % 3 == 0:
-            torch.cuda._sleep(400_000)  # this rank is late: its peers' kernels wait for it
+            torch.cuda._sleep(400_000)  # makes the peers' kernels wait for this rank
         graph.replay()
         torch.cuda.synchronize()
         c.check()

@@ -1,4 +1,4 @@
-"""What is quantized here goes into a real FP8 matrix product, and gives the same product."""
+"""Quantized results as inputs of an FP8 GEMM: it gives the same product as the separate steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "fp8_linear
 
 
 def check_products(rank: int, world_size: int, sharded: bool) -> str:
-    """Products of the fused and of the separately quantized input; says which kernel ran."""
+    """Compares GEMMs of fused and of separately quantized rows; returns which kernel ran."""
     communicator = comm()
     fp8 = script("examples/fp8_linear.py")
     make = {"dtype": torch.bfloat16, "device": communicator.device}
@@ -40,12 +40,12 @@ def check_products(rank: int, world_size: int, sharded: bool) -> str:
         assert_same_bits(
             got, fp8.linear(*reference.quantize(normed, spec), weight, weight_scale), "product"
         )
-        # And it is the product of what was quantized, not of something else that is equal twice.
+        # Compares with exact arithmetic too, because both products might be wrong alike.
         dense = out.quantized.double() * out.scale.double().repeat_interleave(128, 1)
         blocks = weight_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         exact = dense @ (weight.double() * blocks).t()
         size = dense.abs() @ (weight.double() * blocks).abs().t()
-        # Rounded to bfloat16; before that the tensor cores keep about 14 bits of each product.
+        # Tensor cores keep about 14 bits of each product; the sum is rounded to bfloat16.
         assert bool(((got.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-12).all())
     return "scaled_mm" if fp8.has_block_scaled_product(communicator.device) else "dequantized"
 

@@ -1,4 +1,4 @@
-"""Calls over several islands on one machine: pieces and hops, choices, refusals, graphs."""
+"""Hierarchical calls over islands of one machine: pieces, hops, plans, refused calls, graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from rank_helpers import (
     comm,
     device,
     dtype_ids,
+    message_of,
     on,
+    same_on_every_rank,
 )
 
 import allnorm
@@ -36,7 +38,11 @@ def islands_of(pool: RankPool, size: int) -> tuple[tuple[int, ...], ...]:
 def check_parts(
     rank: int, world_size: int, cases: list[Case], islands: Any, sum_bytes: int
 ) -> tuple[int, int]:
-    """Calls in pieces of so many bytes, which cross in two hops wherever those are shorter."""
+    """Runs calls in pieces of `sum_bytes`, with two hops between islands where that pays.
+
+    Returns:
+        The number of pieces of the first case, and how often sums crossed in two hops.
+    """
     from allnorm import policy
     from allnorm.core.between import Between
 
@@ -59,7 +65,7 @@ def check_parts(
 @pytest.mark.parametrize("dtype", **dtype_ids)
 @pytest.mark.parametrize("sum_bytes", [64 << 20, 64 << 10], ids=["whole", "pieces"])
 def test_sums_that_cross_in_two_hops(pool: RankPool, dtype: torch.dtype, sum_bytes: int) -> None:
-    """Between three islands, not between two; the number of rows is no multiple of anything."""
+    """Sums cross in two hops between three islands, but not between two. 199 rows are a prime."""
     cases = [
         Case((199, 256), dtype, sharded=sharded, quant=quant, experts=experts, call=call)
         for call, (sharded, quant, experts) in enumerate(
@@ -78,7 +84,7 @@ def test_sums_that_cross_in_two_hops(pool: RankPool, dtype: torch.dtype, sum_byt
 @on(cpu=(2, 3), gpu=(2, 4))
 @pytest.mark.parametrize("dtype", **dtype_ids)
 def test_rows_of_islands_of_one_rank_in_two_hops(pool: RankPool, dtype: torch.dtype) -> None:
-    """Between three, on four GPUs four."""
+    """Rows cross in two hops from three islands on."""
     cases = [Case((rows, 256), dtype, quant=allnorm.Fp8PerGroup()) for rows in (1, 50)]
     found = pool.run(check_parts, cases, islands_of(pool, 1), 64 << 20)
     assert [started for _, started in found] == [2 * (pool.world_size > 2)] * pool.world_size
@@ -95,10 +101,10 @@ def test_rows_of_islands_of_one_rank_in_two_hops(pool: RankPool, dtype: torch.dt
     ],
     ids=str,
 )
-def test_islands_that_are_not_alike(
+def test_plans_say_why_islands_run_unfused(
     rank: int, world_size: int, islands: Any, reason: str, owned: str
 ) -> None:
-    """Islands that run unfused, or of which only some calls do, and say why."""
+    """Some islands run all calls unfused, others only calls with owned rows."""
     c = comm(islands=islands)
     plan = c.plan(5, 256)
     assert plan.algorithm == ("unfused" if reason else "hierarchical"), plan
@@ -122,29 +128,23 @@ def test_one_island(rank: int, world_size: int) -> None:
         Case((5, 256), torch.float32).check(c)
 
 
-def give_wrong_islands(rank: int, world_size: int) -> list[str]:
+@on(cpu=(4,))
+def test_all_ranks_refuse_wrong_islands(rank: int, world_size: int) -> None:
     texts = []
     other = [[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]]
     for islands in ([[0, 1], [2]], [[0, 1], [2, 4]], "pairs", other):
-        with pytest.raises((ValueError, TypeError, allnorm.AllnormError)) as caught:
-            allnorm.Communicator(islands=islands)
-        texts.append(f"{type(caught.value).__name__}: {caught.value}")
-    return texts
-
-
-@on(cpu=(4,))
-def test_wrong_islands_are_refused_by_all_ranks(pool: RankPool) -> None:
-    first, *others = pool.run(give_wrong_islands)
-    assert all(other == first for other in others)
-    missing, absent, word, different = first
+        kinds = (ValueError, TypeError, allnorm.AllnormError)
+        texts.append(message_of(kinds, lambda i=islands: allnorm.Communicator(islands=i)))
+    missing, absent, word, different = same_on_every_rank(texts)
     assert missing.startswith("ValueError: islands=[[0, 1], [2]]: expected")
     assert absent.startswith("ValueError")
     assert word.startswith("TypeError")
     assert "islands is ((0, 2), (1, 3)) on rank 0, ((0, 1), (2, 3)) on rank 1" in different
 
 
-def find_hosts(rank: int, world_size: int) -> Any:
-    """Two machines, as their boot ids say."""
+@on(cpu=(4,), gpu=(4,))
+def test_islands_are_found_from_hosts(rank: int, world_size: int) -> None:
+    """Ranks have the boot IDs of two machines."""
     name = f"host {rank // 2}"
     with mock.patch("allnorm.core.workspace._host_identity", return_value=name):
         c = allnorm.Communicator(device=device())
@@ -152,17 +152,9 @@ def find_hosts(rank: int, world_size: int) -> Any:
             allnorm.Communicator(device=device(), islands=[[0, 3], [1, 2]])
     Case((6, 256), torch.float32).check(c)
     plan = c.plan(6, 256)
-    found = c.islands, plan.algorithm, plan.reason
+    assert (c.islands, plan.algorithm) == (PAIRS, "hierarchical")
+    assert "2 islands of 2 ranks" in plan.reason
     c.close()
-    return found
-
-
-@on(cpu=(4,), gpu=(4,))
-def test_islands_are_found_from_hosts(pool: RankPool) -> None:
-    found = pool.run(find_hosts)
-    assert found == [found[0]] * 4
-    assert found[0][:2] == (PAIRS, "hierarchical")
-    assert "2 islands of 2 ranks" in found[0][2]
 
 
 @on(cpu=(4,), gpu=(4,))
@@ -188,8 +180,8 @@ def test_operators_and_compiled_calls(rank: int, world_size: int) -> None:
 
 
 def check_graph(c: allnorm.Communicator, case: Case, rank: int) -> None:
-    """In a function of its own: a graph must not be freed while the next one is captured."""
-    case.check(c)  # loads what a capture cannot
+    """Captures and replays a call; on return the graph is freed, before the next capture."""
+    case.check(c)  # loads kernels, which a capture cannot
     x, arguments = case.x(rank), case.call_arguments(c)
     with capture() as graph:
         results = case.method(c)(x, **arguments)
@@ -204,7 +196,7 @@ def check_graph(c: allnorm.Communicator, case: Case, rank: int) -> None:
 
 
 def check_graphs(rank: int, world_size: int, islands: Any) -> None:
-    """Calls over NCCL in a graph: replayed with other inputs, with eager calls between."""
+    """Replays calls over NCCL with new inputs, with eager calls between."""
     c = comm(islands=islands)
     cases = [
         Case((rows, 1024), dtype, sharded=sharded, quant=quant, algorithm="hierarchical")
@@ -215,7 +207,7 @@ def check_graphs(rank: int, world_size: int, islands: Any) -> None:
         )
     ]
     cases += [case.but(quant=allnorm.Fp8PerGroup()) for case in cases]
-    cases += [Case((4096, 1024), torch.bfloat16, algorithm="hierarchical")]  # alone in two hops
+    cases += [Case((4096, 1024), torch.bfloat16, algorithm="hierarchical")]  # crosses in two hops
     cases += [case.but(algorithm="unfused") for case in cases]
     for case in cases:
         check_graph(c, case, rank)
@@ -226,7 +218,7 @@ def check_graphs(rank: int, world_size: int, islands: Any) -> None:
 @pytest.mark.own_gpus
 @pytest.mark.parametrize("size", [1, 2], ids=["alone", "pairs"])
 def test_graphs_over_nccl(pool: RankPool, size: int) -> None:
-    """On two GPUs as two islands of one; on four also as two pairs."""
+    """Two GPUs are two islands; four GPUs are four islands or two pairs."""
     if pool.world_size // size > 1:
         pool.run(check_graphs, islands_of(pool, size))
 
@@ -256,7 +248,7 @@ def killed_on_gpus(rank: int, world_size: int, islands: Any, graph: bool) -> tup
 @on(gpu=(2, 4))
 @pytest.mark.own_gpus
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_a_killed_rank_ends_what_nccl_waits_for(pool: RankPool, graph: bool) -> None:
+def test_a_killed_rank_ends_waits_of_nccl(pool: RankPool, graph: bool) -> None:
     last = pool.world_size - 1
     islands = islands_of(pool, pool.world_size // 2)
     found = pool.run(killed_on_gpus, islands, graph, may_die=[last])

@@ -1,4 +1,4 @@
-"""Ranks of other islands that die, are late or make another call: named by all, within bounds."""
+"""Ranks of islands that die, are late or diverge: all ranks name them, in bounded time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from rank_helpers import Case, device, on
 
 import allnorm
 from allnorm.core import between, channel, watch
-from allnorm.testing import RankPool
 
 PAIRS = ((0, 1), (2, 3))
 CASE = Case((24, 256), torch.float32)
-# A death is seen, told to those who cannot see it, and read by them.
-NAMED_SECONDS = 10.0
+NAMED_SECONDS = 10.0  # for a death to become known on all ranks, also on other machines
+
+
+one_or_two_machines = pytest.mark.parametrize(
+    "far", [False, True], ids=["one_machine", "two_machines"]
+)
 
 
 def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
-    """Over two islands; `far`: of two machines, which share no memory and see no processes."""
+    """Creates a communicator over two islands; if `far`, they appear to be on two machines."""
     if not far:
         return allnorm.Communicator(device=device(), islands=PAIRS, timeout=timeout)
     here = watch.this_process()._replace(namespace=f"host {rank // 2}")
@@ -47,7 +50,7 @@ def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
 
 
 def fails(call: Any, seconds: float) -> allnorm.PeerTimeoutError:
-    """The error of a call that is made again and again until it fails."""
+    """Repeats a call until it fails; returns the error."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -58,7 +61,7 @@ def fails(call: Any, seconds: float) -> allnorm.PeerTimeoutError:
 
 
 def check_afterwards(c: allnorm.Communicator) -> None:
-    """The next call, `check` and `stats` agree, and the process can go on."""
+    """Checks that the next call, `check` and `stats` report the same error."""
     with pytest.raises(allnorm.PeerTimeoutError) as again:
         CASE.run(c)
     with pytest.raises(allnorm.PeerTimeoutError) as checked:
@@ -77,18 +80,20 @@ def test_a_child_of_fork_ends(rank: int, world_size: int) -> None:
     CASE.but(algorithm="unfused").check(c)
     pid = os.fork()
     if pid == 0:
-        ctypes.pythonapi.Py_Exit(0)  # sys.exit() without the frames of this rank
+        ctypes.pythonapi.Py_Exit(0)  # like sys.exit(), without unwinding the frames of the rank
     deadline = time.monotonic() + 60
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
-            raise AssertionError("a child of fork() hangs as it ends")
+            raise AssertionError("a forked child does not exit")
         time.sleep(0.01)
     CASE.check(c)
     c.close()
 
 
-def killed(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
+@on(cpu=(4,), may_die=[3])
+@one_or_two_machines
+def test_a_killed_rank_is_named_by_all(rank: int, world_size: int, far: bool) -> None:
     c = make(far, rank)
     CASE.check(c)
     dist.barrier()
@@ -96,50 +101,35 @@ def killed(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
     start = time.monotonic()
     error = fails(lambda: CASE.run(c), 30)
-    seconds = time.monotonic() - start - 0.3
+    assert time.monotonic() - start - 0.3 < NAMED_SECONDS
+    assert (type(error), error.peer) == (allnorm.PeerDiedError, 3)
     check_afterwards(c)
-    return type(error).__name__, error.peer, seconds
 
 
 @on(cpu=(4,))
-@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
-def test_a_killed_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
-    results = pool.run(killed, far, may_die=[3])
-    for kind, peer, seconds in results[:3]:
-        assert (kind, peer) == ("PeerDiedError", 3), results
-        assert seconds < NAMED_SECONDS
-
-
-def stopped(rank: int, world_size: int, far: bool) -> tuple[str, int, float]:
-    """Rank 3 stands still in the middle of its calls."""
+@one_or_two_machines
+def test_a_late_rank_is_named_by_all(rank: int, world_size: int, far: bool) -> None:
     c = make(far, rank, timeout=4.0)
     CASE.check(c)
     dist.barrier()
     if rank == 3:
         time.sleep(12)
         c.close()
-        return "", 3, 0.0
+        return
     start = time.monotonic()
     error = fails(lambda: CASE.run(c), 30)
-    seconds = time.monotonic() - start
+    assert 3.9 < time.monotonic() - start < 4.0 + NAMED_SECONDS
+    assert (type(error), error.peer) == (allnorm.PeerTimeoutError, 3)
     check_afterwards(c)
-    return type(error).__name__, error.peer, seconds
 
 
-@on(cpu=(4,))
-@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
-def test_a_late_rank_is_named_by_all(pool: RankPool, far: bool) -> None:
-    results = pool.run(stopped, far)
-    for kind, peer, seconds in results[:3]:
-        assert (kind, peer) == ("PeerTimeoutError", 3), results
-        assert 3.9 < seconds < 4.0 + NAMED_SECONDS
+def stops_within_waits(
+    rank: int, victim: int, islands: Any, algorithm: str, far: bool = False
+) -> None:
+    """Stops the victim within its first wait, then within its second, and so on.
 
-
-def stops_within(
-    rank: int, world_size: int, victim: int, islands: Any, algorithm: str, far: bool = False
-) -> list[tuple[str, int]]:
-    """A rank stands still within a wait, each time a later one, as soon as its note says so."""
-    seen = []
+    The victim stops as soon as its note tells that it waits. All other ranks must name it.
+    """
     for number in range(1, 6 if algorithm == "auto" else 4):
         if far:
             c = make(True, rank, timeout=2.5)
@@ -159,7 +149,7 @@ def stops_within(
         ) -> None:
             enters(peers)
             if next(count) == number:
-                dist.barrier()  # the others have given up
+                dist.barrier()  # returns after the other ranks have timed out
                 raise RuntimeError("too late")
 
         dist.barrier()
@@ -168,13 +158,12 @@ def stops_within(
             with pytest.raises((allnorm.PeerTimeoutError, RuntimeError)):
                 case.run(c)
         else:
-            # Islands that need nothing of the victim any more do so in the next call.
+            # Islands that no longer need the victim in this call fail in the next one.
             error = fails(lambda c=c, case=case: case.run(c), 60)
-            seen.append((type(error).__name__, error.peer))
+            assert (type(error), error.peer) == (allnorm.PeerTimeoutError, victim)
             check_afterwards(c)
             dist.barrier()
         c.close()
-    return seen
 
 
 @on(cpu=(6,))
@@ -185,27 +174,23 @@ def stops_within(
     ids=["pairs", "triples", "unfused"],
 )
 def test_a_rank_that_stops_within_any_wait_is_named_by_all(
-    pool: RankPool, victim: int, islands: Any, algorithm: str
+    rank: int, world_size: int, victim: int, islands: Any, algorithm: str
 ) -> None:
-    results = pool.run(stops_within, victim, islands, algorithm)
-    for rank in {*range(6)} - {victim}:
-        assert set(results[rank]) == {("PeerTimeoutError", victim)}, (rank, results)
+    stops_within_waits(rank, victim, islands, algorithm)
 
 
 @on(cpu=(4,))
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_stops_within_any_wait_is_named_by_two_machines(
-    pool: RankPool, victim: int
+    rank: int, world_size: int, victim: int
 ) -> None:
-    results = pool.run(stops_within, victim, PAIRS, "auto", True)
-    for rank in {*range(4)} - {victim}:
-        assert set(results[rank]) == {("PeerTimeoutError", victim)}, (rank, results)
+    stops_within_waits(rank, victim, PAIRS, "auto", far=True)
 
 
 @on(cpu=(4,))
-@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
-def test_another_call_is_refused_by_all(rank: int, world_size: int, far: bool) -> None:
-    """Another call of one rank is refused by all; then they go on."""
+@one_or_two_machines
+def test_a_different_call_is_refused_by_all(rank: int, world_size: int, far: bool) -> None:
+    """All ranks refuse a call that differs on one rank; the communicator stays usable."""
     c = make(far, rank)
     for changed in ({"eps": 1e-3}, {"shape": (23, 256)}, {"algorithm": "unfused", "eps": 1.0}):
         other = CASE.but(**changed)
@@ -216,7 +201,7 @@ def test_another_call_is_refused_by_all(rank: int, world_size: int, far: bool) -
         assert caught.value.rank == rank
     CASE.check(c)
     arguments = CASE.call_arguments(c)
-    if rank == 1:  # memory that only this rank sees
+    if rank == 1:  # peers do not see this wrong argument
         arguments["residual_out"] = torch.empty(23, 256)
     with pytest.raises((allnorm.PeerDivergedError, ValueError)):
         c.all_reduce_add_rms_norm(CASE.x(rank), **arguments)
@@ -224,8 +209,13 @@ def test_another_call_is_refused_by_all(rank: int, world_size: int, far: bool) -
     c.close()
 
 
-def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str, int, bool]:
-    """Rank 3 ends, or stands still, after all have agreed and its island has summed."""
+@on(cpu=(4,), may_die=[3])
+@one_or_two_machines
+@pytest.mark.parametrize("how", ["ends", "stands_still"])
+def test_a_rank_lost_during_a_call_is_named_by_all(
+    rank: int, world_size: int, far: bool, how: str
+) -> None:
+    """Rank 3 exits or stops after the ranks have agreed and its island has summed."""
     c = make(far, rank, timeout=60.0 if how == "ends" else 4.0)
     CASE.check(c)
     between = c._endpoint._hierarchy.between
@@ -246,29 +236,24 @@ def breaks_between(rank: int, world_size: int, far: bool, how: str) -> tuple[str
     seconds = time.monotonic() - start
     assert rank == 3 or seconds < (0.0 if how == "ends" else 4.0) + NAMED_SECONDS, seconds
     check_afterwards(c)
-    error = caught.value
-    return type(error).__name__, error.peer, bool(out.isnan().all())
-
-
-@on(cpu=(4,))
-@pytest.mark.parametrize("far", [False, True], ids=["one_machine", "two_machines"])
-@pytest.mark.parametrize("how", ["ends", "stands_still"])
-def test_a_rank_lost_amid_a_call_is_named_by_all(pool: RankPool, far: bool, how: str) -> None:
-    results = pool.run(breaks_between, far, how, may_die=[3])
-    kind = "PeerDiedError" if how == "ends" else "PeerTimeoutError"
-    assert results[:3] == [(kind, 3, True)] * 3
+    if rank != 3:
+        kind = allnorm.PeerDiedError if how == "ends" else allnorm.PeerTimeoutError
+        assert (type(caught.value), caught.value.peer) == (kind, 3)
+        assert out.isnan().all()
 
 
 class StartsSlowly(threading.Thread):
-    """Whoever starts it is late: the thread may be done by then."""
+    """A thread that may already have ended when start() returns."""
 
     def start(self) -> None:
         super().start()
         time.sleep(0.3)
 
 
-def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
-    """While rank 3 stands still amid a call: rank 1 waits for it between, rank 2 inside."""
+@on(cpu=(4,))
+@pytest.mark.parametrize("whom", [1, 2], ids=["between", "inside"])
+def test_an_interrupt_during_a_call_ends_it_for_all(rank: int, world_size: int, whom: int) -> None:
+    """Rank 3 stops in a call; rank 1 waits for it between islands, rank 2 inside its island."""
     c = make(False, rank, timeout=60.0)
     CASE.check(c)
     dist.barrier()
@@ -291,17 +276,9 @@ def interrupted(rank: int, world_size: int, whom: int) -> tuple[str, int]:
             CASE.run(c)
     finally:
         signal.signal(signal.SIGINT, before)
-    seconds = time.monotonic() - start
     if rank == whom:
-        assert seconds < 11.0, seconds  # sooner than rank 3 goes on
+        assert time.monotonic() - start < 11.0  # before rank 3 continues
+        assert type(caught.value) is KeyboardInterrupt
+    else:
+        assert (type(caught.value), caught.value.peer) == (allnorm.PeerLeftError, whom)
     check_afterwards(c)
-    return type(caught.value).__name__, getattr(caught.value, "peer", rank)
-
-
-@on(cpu=(4,))
-@pytest.mark.parametrize("whom", [1, 2], ids=["between", "inside"])
-def test_an_interrupt_amid_a_call_ends_it_for_all(pool: RankPool, whom: int) -> None:
-    results = pool.run(interrupted, whom)
-    assert results[whom] == ("KeyboardInterrupt", whom)
-    for rank in {0, 1, 2, 3} - {whom}:
-        assert results[rank] == ("PeerLeftError", whom), results

@@ -1,7 +1,7 @@
-"""Two hosts made of namespaces: networks, processes and /dev/shm of their own, a link between them.
+"""Hierarchical calls between two simulated hosts.
 
-Islands are found, sums cross real sockets over a link of 1 ms and 1 Gb/s (slow_link.py). Needs
-root, `ip`, `unshare` and /dev/net/tun.
+Each host has its own network, processes and /dev/shm in namespaces. Sums cross sockets over a
+link of 1 ms and 1 Gb/s (slow_link.py). Needs root, `ip`, `unshare` and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def run(hosts: Hosts, scenario: str) -> dict[int, dict[str, Any]]:
-    """What the ranks saw, by rank."""
+    """Runs a scenario; returns the observations by rank."""
     processes = [hosts.start(host, scenario) for host in range(2)]
     seen: dict[int, dict[str, Any]] = {}
     try:
@@ -123,15 +123,15 @@ def run(hosts: Hosts, scenario: str) -> dict[int, dict[str, Any]]:
 def test_bits_between_two_hosts(hosts: Hosts) -> None:
     seen = run(hosts, "bits")
     assert sorted(seen) == [0, 1, 2, 3]
-    # Ranks tell each other what they are about to do, and then exchange sums: two ways.
+    # Ranks compare their calls, then exchange sums. Each takes the delay of the link once.
     fastest = min(found["fastest"] for found in seen.values())
     assert fastest > 2 * DELAY, "the link has no delay"
-    # Of 1024 rows of 1024 float32 sums half are a rank's to send, and two ranks share the link.
+    # Each of two ranks sends half of 1024 rows of 1024 float32 sums over the shared link.
     assert min(found["slowest"] for found in seen.values()) > 8 * 4 * 1024 * 1024 / BITS_PER_SECOND
 
 
 @pytest.mark.long
-def test_a_killed_rank_of_another_host_is_named(hosts: Hosts) -> None:
+def test_a_killed_rank_of_the_other_host_is_named(hosts: Hosts) -> None:
     seen = run(hosts, "killed")
     assert sorted(seen) == [0, 1, 2]
     for found in seen.values():
@@ -140,7 +140,7 @@ def test_a_killed_rank_of_another_host_is_named(hosts: Hosts) -> None:
 
 
 @pytest.mark.long
-def test_a_slow_rank_of_another_host_is_named(hosts: Hosts) -> None:
+def test_a_slow_rank_of_the_other_host_is_named(hosts: Hosts) -> None:
     seen = run(hosts, "slow")
     assert sorted(seen) == [0, 1, 2]
     for found in seen.values():
@@ -150,7 +150,7 @@ def test_a_slow_rank_of_another_host_is_named(hosts: Hosts) -> None:
 
 @pytest.mark.long
 def test_a_lost_link_names_a_rank_of_the_other_host(hosts: Hosts) -> None:
-    """Last: the link stays down."""
+    """Must be the last test, because the link stays down."""
     seen = run(hosts, "lost")
     assert sorted(seen) == [0, 1, 2, 3]
     for rank, found in seen.items():

@@ -1,4 +1,4 @@
-"""Device memory of a communicator: peers that map it but lose stores, and a device that is full."""
+"""Device memory of communicators: peers that map it but lose stores, and devices that are full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class Ranks:
-    """Meetings of ranks that are threads of this process: `Rendezvous.agree` without a store."""
+    """Ranks that are threads of this process; implements `Rendezvous.agree` without a store."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -45,7 +45,7 @@ class Ranks:
         return [reports[r][0] for r in range(self.world_size)]
 
     def run(self, function: Callable[[Any], Any]) -> list[Any]:
-        """The results of `function(meeting)` on every rank, or what it raised."""
+        """Returns the result of `function(meeting)` per rank, or the error that it raised."""
         results: list[Any] = [None] * self.world_size
 
         def work(rank: int) -> None:
@@ -71,12 +71,12 @@ class Meeting:
 
 
 class Devices:
-    """A CUDA library without GPUs: an address is 1000 plus the rank that owns the memory.
+    """A CUDA library without GPUs. An address is 1000 plus the rank that owns the memory.
 
     Attributes:
-        lost: pairs (from, to) of ranks whose stores do not arrive.
-        mapped: what is mapped or allocated now.
-        full: how many allocations fail.
+        lost: pairs (from, to) of ranks between which stores do not arrive.
+        mapped: memory that is mapped or allocated now.
+        full: number of allocations that fail.
     """
 
     def __init__(self, lost: Sequence[tuple[int, int]] = (), full: int = 0) -> None:
@@ -129,7 +129,7 @@ class Devices:
 def create(
     monkeypatch: pytest.MonkeyPatch, devices: Devices, world_size: int
 ) -> tuple[list[Any], list[str]]:
-    """What every rank gets, and how often torch's cache was emptied."""
+    """Returns the workspace or error of each rank, and an entry per emptied cache of torch."""
     emptied: list[str] = []
     monkeypatch.setattr(_native, "library", lambda backend: devices)
     monkeypatch.setattr(workspace, "_left_behind", [])
@@ -141,7 +141,7 @@ def create(
         ("memory_allocated", lambda place: 70_000 * MIB),
     ):
         monkeypatch.setattr(torch.cuda, name, function)
-    # Each rank has a device of its own: the property that tells is the device itself.
+    # Each rank has its own device, because get_device_properties() returns the device.
     results = Ranks(world_size).run(
         lambda meeting: workspace.create(meeting, torch.device("cuda", meeting.rank), MIB)
     )
@@ -171,7 +171,7 @@ def test_lost_stores_are_an_obstacle_on_every_rank(
         assert made.addresses == []
         assert f"stores of rank {lost[0]} do not reach rank {lost[1]}" in made.obstacle
         assert "IOMMU" in made.obstacle
-        assert made.reach == ()  # three ranks of which two do not reach each other: no partition
+        assert made.reach == ()  # three ranks of which two do not reach each other are no islands
     assert not devices.mapped
 
 
@@ -184,7 +184,7 @@ def test_ranks_that_reach_each_other_are_islands(monkeypatch: pytest.MonkeyPatch
     assert not devices.mapped
 
 
-def test_a_full_device_is_tried_again_without_torchs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_is_retried_without_torchs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = Devices(full=1)
     results, emptied = create(monkeypatch, devices, 2)
     assert [made.obstacle for made in results] == ["", ""]
@@ -206,7 +206,7 @@ def test_a_device_that_stays_full_is_an_error_on_every_rank(
 
 @contextlib.contextmanager
 def losing_stores(rank: int, culprit: int) -> Iterator[None]:
-    """Lets the probe of rank `culprit` for its first peer end in other memory of its GPU."""
+    """Makes rank `culprit` write the probe for its first peer to unrelated memory."""
     library = _native.library("cuda")
     decoy = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     original = library.ipc_probe

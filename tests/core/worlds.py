@@ -1,7 +1,7 @@
-"""Worlds that come and go: processes that join one world after another, and are replaced.
+"""Random worlds: processes join one world of ranks after another, and are replaced.
 
-What happens within a world is decided by its seed, the same on every rank. `Workers` are the
-processes; each has been in other worlds than the others, or in none.
+The seed of a world, equal on every rank, decides what happens in it. `Workers` are the processes,
+which have been in different worlds before, or in none.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SHAPES = ((1, 8), (3, 200), (17, 1000), (40, 512))
 
 
 class Workers:
-    """Processes by slot, each with a pipe.
+    """Processes in numbered slots, each with a pipe.
 
     Attributes:
-        store: outlives every process.
+        store: the store of all worlds, which outlives every process.
     """
 
     def __init__(self, count: int) -> None:
@@ -53,7 +53,7 @@ class Workers:
             self.replace(slot)
 
     def replace(self, slot: int) -> None:
-        """Kills the process of a slot; a new one takes its place."""
+        """Kills the process of a slot and starts a new one."""
         self.kill(slot)
         self._pipes[slot], theirs = self._context.Pipe()
         arguments = (theirs, self.store.port)
@@ -70,12 +70,12 @@ class Workers:
         return int(self._processes[slot].pid)
 
     def start(self, slots: Sequence[int], function: Any, *arguments: Any) -> None:
-        """Has slot i run `function(i-th of slots, number of slots, *arguments)`."""
+        """Runs `function(store, rank, number of slots, *arguments)` in the given slots."""
         for rank, slot in enumerate(slots):
             self._pipes[slot].send((function, (rank, len(slots), *arguments)))
 
     def results(self, slots: Sequence[int], seconds: float) -> list[Any]:
-        """What they returned, or text that starts with "raised"; "died" and "hangs" otherwise."""
+        """Returns the result per slot: "raised ..." for an error, or "died" or "hangs"."""
         until, found = time.monotonic() + seconds, []
         for slot in slots:
             try:
@@ -107,20 +107,20 @@ def _work(pipe: Any, port: int) -> None:
             function, arguments = pipe.recv()
             try:
                 answer = function(store, *arguments)
-            except BaseException:  # noqa: BLE001 - sent
+            except BaseException:  # noqa: BLE001 - sent to the parent
                 answer = f"raised {traceback.format_exc()}"
             pipe.send(answer)
     os._exit(0)
 
 
 def join(store: Any, rank: int, world_size: int, name: str, seconds: float) -> None:
-    """Joins a world; the one before was left or is destroyed."""
+    """Joins a world; leaves the previous one first."""
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-    # Torch numbers groups per process, and forgets to start anew after an attempt that failed.
+    # torch numbers the groups of a process, and does not reset the number after a failure.
     dist.distributed_c10d._world.group_count = 0
-    os.environ["ALLNORM_TIMEOUT_SECONDS"] = str(seconds)  # of for_group()
+    os.environ["ALLNORM_TIMEOUT_SECONDS"] = str(seconds)  # for for_group()
     dist.init_process_group(
         "gloo",
         store=PrefixStore(name, store),
@@ -131,7 +131,7 @@ def join(store: Any, rank: int, world_size: int, name: str, seconds: float) -> N
 
 
 def check_calls(comm: allnorm.Communicator, chosen: random.Random) -> None:
-    """Makes calls and compares their bits with the reference."""
+    """Makes random calls and compares their bits with the reference."""
     for number in range(chosen.randint(1, 4)):
         shape, dtype = chosen.choice(SHAPES), chosen.choice((torch.float32, torch.bfloat16))
         algorithm = chosen.choice(("auto", "auto", "unfused"))
@@ -149,7 +149,7 @@ def check_calls(comm: allnorm.Communicator, chosen: random.Random) -> None:
 
 
 def use(group: dist.ProcessGroup, chosen: random.Random, seconds: float) -> str:
-    """Makes a communicator of a group in some way, uses it; returns its name."""
+    """Creates a communicator of a group in a random way and uses it; returns its name."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     way = chosen.choice(("plain", "for_group", "islands", "refused", "late", "left open"))
     odd_one = chosen.randrange(world_size)
@@ -163,7 +163,7 @@ def use(group: dist.ProcessGroup, chosen: random.Random, seconds: float) -> str:
         pairs = (tuple(range(half)), tuple(range(half, 2 * half)))
         fits = world_size % 2 == 0 and chosen.random() < 0.5
         arguments["islands"] = pairs if fits else tuple((r,) for r in range(world_size))
-    if way == "refused":  # one rank passes something else
+    if way == "refused":  # one rank passes a different argument
         wrong = {**arguments, "workspace_bytes": 1 << (17 if rank == odd_one else 16)}
         raises = pytest.raises(ValueError, match="workspace_bytes is")
         with raises if world_size > 1 else contextlib.nullcontext():
@@ -180,7 +180,7 @@ def use(group: dist.ProcessGroup, chosen: random.Random, seconds: float) -> str:
             assert missing, text
             assert str(odd_one) in missing[1].split(", "), text
             store.add(key, 1)
-        while store.add(key, 0) < world_size - 1:  # the odd one comes when the others gave up
+        while store.add(key, 0) < world_size - 1:  # the late rank waits until the others timed out
             time.sleep(0.01)
     comm = allnorm.Communicator(group, device="cpu", **arguments)
     check_calls(comm, chosen)
@@ -190,7 +190,7 @@ def use(group: dist.ProcessGroup, chosen: random.Random, seconds: float) -> str:
 
 
 def live(store: Any, rank: int, world_size: int, name: str, seed: int, seconds: float) -> Any:
-    """The life of a rank in one world: groups made, used, destroyed, and made again.
+    """Runs a rank in one world: creates, uses and destroys groups.
 
     Returns:
         The names of the communicators, with the ranks of their groups.
@@ -208,7 +208,7 @@ def live(store: Any, rank: int, world_size: int, name: str, seed: int, seconds: 
         elif chosen.random() < 0.3:
             group, ranks = dist.group.WORLD, list(range(world_size))
         else:
-            # Without it torch takes 30 minutes, whatever the world's timeout is.
+            # The default timeout is 30 minutes, regardless of the world's timeout.
             group = dist.new_group(ranks, timeout=datetime.timedelta(seconds=seconds))
             groups.append((group, ranks))
         one_seed = chosen.random()
@@ -221,12 +221,16 @@ def live(store: Any, rank: int, world_size: int, name: str, seed: int, seconds: 
                 dist.destroy_process_group(group)
             del group
             gc.collect()
-    dist.barrier()  # a rank that leaves earlier ends connections of the others
+    dist.barrier()  # a rank that left earlier would close connections of its peers
     return names
 
 
 def random_worlds(seed: int, seconds: float, slots: int = 4) -> dict[str, int]:
-    """Worlds for so long; raises AssertionError where one is wrong. Returns how many of a kind."""
+    """Runs random worlds for `seconds`; returns counts of what happened.
+
+    Raises:
+        AssertionError: a rank of a world hung, raised the wrong error or computed a wrong result.
+    """
     chosen = random.Random(seed)
     counts = {"worlds": 0, "replaced": 0, "killed": 0, "named": 0}
     workers = Workers(slots)
@@ -253,8 +257,7 @@ def random_worlds(seed: int, seconds: float, slots: int = 4) -> dict[str, int]:
             results = workers.results(members, 2 * TIMEOUT_SECONDS)
             assert "hangs" not in results, (what, results)
             if doomed:
-                # Torch has its own errors for its own collectives. Ours name no process but the
-                # victim's.
+                # Collectives of torch raise torch's errors. Errors of allnorm name only the victim.
                 text = "\n".join(map(str, results))
                 assert "AssertionError" not in text, (what, text)
                 named = set(re.findall(r"rocess (\d+)(?: of rank \d+)? has ended", text))
@@ -275,7 +278,7 @@ def random_worlds(seed: int, seconds: float, slots: int = 4) -> dict[str, int]:
 
 
 def _check_names(results: list[Any], what: str) -> None:
-    """Every rank of a group calls its communicators the same, in the same order."""
+    """Checks that all ranks of a group have the same names of communicators, in the same order."""
     by_ranks: dict[tuple[int, ...], dict[int, list[str]]] = {}
     for rank, names in enumerate(results):
         for name, ranks in names:
