@@ -117,6 +117,8 @@ docs: $(STAMPS)/install $(STAMPS)/docs
 	$(BIN)/python -P -m typer allnorm.cli.app utils docs --name allnorm --title "Command line" \
 	  --output docs/reference/commands.md > /dev/null
 	$(BIN)/python tools/file_table.py > docs/files.md
+	for page in CHANGELOG CONTRIBUTING SECURITY; do \
+	  sed -e 's|](docs/|](|g' -e 's|](CHANGELOG|](changelog|g' $$page.md > docs/$$(echo $$page | tr A-Z a-z).md || exit; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 pictures: $(STAMPS)/install $(STAMPS)/test
