@@ -16,8 +16,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from allnorm.errors import UnsupportedError
-from allnorm.integrations.transformers.families import FAMILIES, Family
-from allnorm.integrations.transformers.plans import GPT_OSS_TP_PLAN
+from allnorm.integrations.transformers.families import FAMILIES, GPT_OSS_TP_PLAN, Family
 from allnorm.integrations.transformers.report import Report, SiteReport
 from allnorm.integrations.transformers.report import report as report
 from allnorm.integrations.transformers.sites import SWITCH
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 
-# The tested version; earlier versions implement tensor-parallel styles by different classes.
+# Earlier versions have different classes of tensor-parallel styles.
 MINIMUM_VERSION = (5, 23)
 
 # Replaced entries: a registry of transformers, the name, and the stock object.
@@ -49,7 +48,7 @@ def enable(*, algorithm: str = "auto") -> None:
     """Makes models that are loaded from now on fuse each reduction with the norm after it.
 
     Call it on every rank, before `from_pretrained(..., tp_plan="auto")`. Models that were loaded
-    while it was enabled before also fuse again. Idempotent; a second call changes the algorithm.
+    after an earlier `enable()` fuse again too. Idempotent; a second call changes the algorithm.
 
     Args:
         algorithm: the algorithm of every call: "auto", "one_shot", "two_shot" or "unfused"; equal
@@ -57,11 +56,11 @@ def enable(*, algorithm: str = "auto") -> None:
             "auto" cause graph breaks.
 
     Raises:
-        ValueError: algorithm has a different value.
+        ValueError: algorithm is not one of these.
         UnsupportedError: transformers is missing or too old.
 
     Not collective, but loading a model is: it opens one communicator for the group of the plan.
-    Graph-safe: a compiled model is compiled again after a change.
+    Graph-safe: torch.compile compiles a model again after a change.
     """
     if algorithm not in REQUESTS:
         raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(REQUESTS)}.")
@@ -83,8 +82,8 @@ def enable(*, algorithm: str = "auto") -> None:
 def disable() -> None:
     """Undoes `enable()`: all models, loaded before or after, run as without allnorm. Idempotent.
 
-    Not collective; every rank calls it between the same two forward passes. A CUDA graph that was
-    captured by hand does not change. A compiled model is compiled again.
+    Not collective; every rank calls it between the same two forward passes. torch.compile compiles
+    a model again. CUDA graphs that the caller captured do not change.
     """
     SWITCH.enabled = False
     if not _replaced:
@@ -98,7 +97,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Returns whether models fuse now."""
+    """Returns whether models fuse reductions now."""
     return SWITCH.enabled
 
 

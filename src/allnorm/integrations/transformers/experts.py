@@ -1,4 +1,4 @@
-"""Expert parallelism that leaves the sum over ranks to the next norm, if ranks share one batch."""
+"""Expert parallelism for ranks that share one batch: leaves the sum over ranks to the next norm."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class FusedAllReduceEP(stock.AllReduceEP):
     def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._experts = experts
-        link_site(experts, tp_mesh)  # has the same ranks as ep_mesh
+        link_site(experts, tp_mesh)  # tp_mesh and ep_mesh have the same ranks
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Any:
-        """Returns the result of `leave_sum` in inference, else of the stock implementation."""
+        """Returns a partial sum in inference; else what the stock implementation returns."""
         site = fusing_site(self._experts)
         if site is None:
             return super().__call__(hidden_states, top_k_index, top_k_weights)
@@ -33,7 +33,7 @@ class FusedAllReduceEP(stock.AllReduceEP):
 
 
 class FusedAutoEP(stock.AutoEP):
-    """The implementation `auto`: the stock class chooses one of the others."""
+    """The implementation `auto`: the stock class chooses one of the other implementations."""
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)

@@ -1,4 +1,4 @@
-"""The model families whose reductions are fused: the places and rounding modes of their norms."""
+"""The model families whose reductions are fused: the names and rounding modes of their norms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Layout:
         attention_norm: the norm of the sum of the attention's output and the residual.
         mlp_post: the norm of the MLP's output, before the residual is added.
         next_norm: the norm of the sum of the MLP's output and the residual, in the next layer.
-        final: whether the model's final norm reads the sum of the last layer.
+        final: whether the model's final norm directly reads the sum of the last layer.
     """
 
     attention_post: str = ""
@@ -82,3 +82,14 @@ FAMILIES = (
     Family("gemma3", "Gemma3TextModel", numerics="rounded", weight_bias=1.0, layout=SANDWICH),
     Family("gemma4", "Gemma4TextModel", numerics="rounded", layout=_GEMMA4),
 )
+
+# A tensor-parallel plan for GPT-OSS, for which transformers has only expert parallelism. It shards
+# the attention. The experts stay whole on every rank unless `ep_size` shards them.
+GPT_OSS_TP_PLAN = {
+    "model.layers.*.self_attn": "local_params",
+    "model.layers.*.self_attn.sinks": "colwise",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}

@@ -1,6 +1,6 @@
 """A partial sum that a row-parallel module returns instead of a reduced tensor.
 
-Norming or scaling it is deferred; adding it to the residual makes the fused call. Every other use
+Norming or scaling it is deferred. Adding it to the residual makes the fused call. Every other use
 reduces it first, so that no code can read a partial sum.
 """
 
@@ -22,13 +22,13 @@ _ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__
 class PartialSum:
     """This rank's partial of a sum over ranks, and the site that reduces it.
 
-    It is not a tensor. Torch functions reach it through `__torch_function__`, other code through
-    its operators and attributes. All of them reduce it, except:
+    It is not a tensor. Torch functions call its `__torch_function__`, other code its operators and
+    attributes. All of them reduce it, with these exceptions:
 
-    - `residual + partial`, which makes the fused call of its site;
-    - multiplication by a number, and the post norm of its site, which return a PartialSum;
-    - `reshape`, `view`, and `to` its own dtype, which return a PartialSum;
-    - its shape and dtype, which are those of the reduced tensor.
+    - `residual + partial` makes the fused call of its site.
+    - Multiplication by a number, and the post norm of its site, return a PartialSum.
+    - `reshape`, `view`, and `to` its own dtype return a PartialSum.
+    - Its shape, dtype and device are those of the reduced tensor.
 
     Args:
         value: [..., hidden_size], this rank's partial.
@@ -75,17 +75,20 @@ class PartialSum:
 
     def can_norm(self, norm: Norm) -> bool:
         """Returns whether this norm is the post norm of its site and can be deferred."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._reduced is not None:
             return False
-        as_it_is = self._reduced is None and not self.is_normed and self.scale == 1.0
-        return as_it_is and self.site.post is norm and not norm.obstacle(self.value)
+        is_changed = self.is_normed or self.scale != 1.0
+        return not is_changed and self.site.post is norm and not norm.obstacle(self.value)
 
     def normed(self) -> PartialSum:
         """Returns the sum with its post norm, deferred."""
         return PartialSum(self.value, self.site, is_normed=True)
 
     def add_to(self, residual: torch.Tensor) -> torch.Tensor:
-        """Returns `residual` plus the sum over all ranks; the normed rows wait. Collective."""
+        """Returns `residual` plus the sum over all ranks, if possible fused. Collective.
+
+        The fused call also stores the normed rows at the norm.
+        """
         change = (self.is_normed, self.scale)
         may_fuse = self._reduced is None and not torch.is_grad_enabled()
         if may_fuse and self.site.can_add(self.value, residual, *change):
@@ -101,7 +104,7 @@ class PartialSum:
         return self.reduced() * _reduced(factor)
 
     def reshape(self, *shape: Any) -> Any:
-        """Returns the sum in a different shape; a reduced tensor if the rows change."""
+        """Returns the sum in a different shape; reduces it if the last dimension changes."""
         if self._reduced is None:
             value = self.value.reshape(*shape)
             if value.shape[-1:] == self.value.shape[-1:]:
@@ -109,7 +112,7 @@ class PartialSum:
         return self.reduced().reshape(*shape)
 
     def view(self, *shape: Any) -> Any:
-        """Returns `reshape`, or for a dtype a view of the reduced tensor."""
+        """Returns the sum in a different shape, or a view of the reduced tensor as a dtype."""
         if isinstance(shape[0], torch.dtype):
             return self.reduced().view(*shape)
         return self.reshape(*shape)
@@ -126,15 +129,11 @@ class PartialSum:
     def __radd__(self, other: Any) -> Any:
         return self.add_to(other) if isinstance(other, torch.Tensor) else other + self.reduced()
 
-    def __mul__(self, other: Any) -> Any:
-        return self.scaled(other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self.scaled(other)
+    __mul__ = __rmul__ = scaled
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("value", "site", "is_normed", "scale", "_reduced"):
-            raise AttributeError(name)  # during unpickling or copying there is nothing to reduce
+            raise AttributeError(name)  # attributes do not exist yet during unpickling or copying
         return getattr(self.reduced(), name)
 
     @classmethod
@@ -172,7 +171,7 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
-# Python looks these up on the class, not through __getattr__.
+# Python looks these up on the class, without __getattr__.
 for _name in (
     *("__getitem__", "__setitem__", "__len__", "__iter__", "__bool__", "__float__", "__int__"),
     *("__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__pow__"),

@@ -22,9 +22,8 @@ class SiteReport:
         name: the name of the module that reduces.
         reason: why it is not fused; "" if it is.
         calls: number of fused calls outside compiled graphs whose norm was used.
-        unfused_calls: number of reductions outside compiled graphs whose norm was not part of the
-            call or was not used, because a hook, for example, needed the sum or could have changed
-            the residual.
+        unfused_calls: number of other reductions outside compiled graphs. For example, a hook
+            needed the sum, or could have changed the residual before the norm.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Report:
 
     @property
     def missed(self) -> tuple[SiteReport, ...]:
-        """The sites that run as without allnorm; `reason` of each is why."""
+        """The sites that run as without allnorm; each has a `reason`."""
         return tuple(site for site in self.sites if site.reason)
 
     def __str__(self) -> str:
@@ -63,15 +62,13 @@ class Report:
 
 
 def report(model: torch.nn.Module) -> Report:
-    """Reports which reductions of a model are fused.
+    """Reports which reductions of a model are fused. Not collective.
 
     Args:
-        model: the model, as `from_pretrained` returned it.
+        model: the result of `from_pretrained`.
 
     Raises:
         UnsupportedError: the model has no fusable site; the message has the possible reasons.
-
-    Not collective.
     """
     sites: list[Site] = []
     missed: list[SiteReport] = []

@@ -1,10 +1,10 @@
 """The sites of a model, where a norm follows a reduction: their fused calls and their counters.
 
 A site belongs to the module whose output is a partial sum. The model's stock forward then adds the
-residual and norms the result. The addition makes the fused call and returns the new residual, and
-the normed rows wait at the norm. The norm returns these rows if its input is that new residual and
-cannot have changed. Otherwise it norms its input by a local call with the same bits. A norm of the
-sum before the addition, and a factor, become part of the fused call.
+residual and norms the result. The addition makes the fused call and returns the new residual. The
+normed rows are stored at the norm. The norm returns these rows if its input is that new residual
+and cannot have changed. Otherwise it norms its input by a local call with the same bits. A norm of
+the sum before the addition, and a factor, become part of the fused call.
 
 The ranks must agree on the call that each site makes. The decision therefore depends only on what
 all ranks know: the switch, the grad mode, `training`, the model's structure, shapes and dtypes. It
@@ -27,8 +27,7 @@ from torch.nn.modules import module as nn_module
 import allnorm
 from allnorm.core.sharding import whole_local
 
-# Hooks of these packages (recorders of hidden states, FSDP) only read their arguments or replace
-# them by different tensors.
+# Hooks of these packages, such as FSDP's, only read their arguments or return different tensors.
 _TRUSTED_HOOKS = ("transformers.", "torch.distributed.")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,7 +49,7 @@ class Switch:
     """The settings of `enable()` and `disable()`: read by every call, guarded by compiled graphs.
 
     Attributes:
-        enabled: whether sites fuse; otherwise models compute as without allnorm.
+        enabled: whether sites fuse.
         algorithm: the algorithm of all calls, as in `Communicator.all_reduce_add_rms_norm`.
     """
 
@@ -62,13 +61,7 @@ SWITCH = Switch()
 
 
 class Ready:
-    """Normed rows that wait at a norm, and the tensor that they are the norm of.
-
-    Args:
-        normed: the normed rows.
-        residual: the tensor, with its current contents.
-        site: the site whose call computed them.
-    """
+    """Normed rows that a site's call computed, and the residual that they are the norm of."""
 
     def __init__(self, normed: torch.Tensor, residual: torch.Tensor, site: Site) -> None:
         self.normed = normed
@@ -77,10 +70,10 @@ class Ready:
         self._version = None if torch.compiler.is_compiling() else _version(residual)
 
     def is_norm_of(self, value: torch.Tensor) -> bool:
-        """Returns whether `value` is the same tensor with unchanged contents.
+        """Returns whether `value` is the residual with unchanged contents.
 
-        The version counter counts in-place writes, but not writes through `.data`, and tensors in
-        compiled graphs have none. Therefore a hook that could have written counts as a write.
+        The version counter does not count writes through `.data`, and tensors in compiled graphs
+        have none. Therefore a hook that could have written counts as a write.
         """
         hooks = (*self.site.later_hooks, *_GLOBAL_LATER_HOOKS)
         if value is not self.residual or _any_hook(hooks):
@@ -101,7 +94,7 @@ class Norm:
         numerics: the rounding mode of its forward.
         stock: the stock forward of the module.
         site: the site that this norm belongs to; None in a copy.
-        ready: the rows that wait; None if there are none.
+        ready: the rows that the next forward may return, or None.
     """
 
     module: torch.nn.Module
@@ -127,22 +120,21 @@ class Norm:
     def weight(self) -> torch.Tensor | None:
         """The weight as a local tensor; None if this rank does not hold all of it.
 
-        The parameter is replaced when weights are loaded, and by FSDP around each forward.
+        Read at each call: FSDP and the loading of weights replace the parameter.
         """
         weight: Any = self.module.weight
         assert isinstance(weight, torch.Tensor)
         return whole_local(weight)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of a reduced tensor: the rows that wait, or a norm computed now."""
+        """Returns the norm of a reduced tensor: the rows that are ready, or a norm computed now."""
         ready, self.ready = self.ready, None
         fuses = self.site is not None and self.site.fuses()
         if ready is not None:
             if fuses and ready.is_norm_of(value):
                 return ready.normed
             ready.site.count_unused()
-        # On a rank with hooks, too, the bits are those of the fused call: the replicated
-        # activations of ranks must not differ.
+        # A rank with hooks must get the same bits as its peers, so it does not use the stock norm.
         if not fuses or self.obstacle(value):
             return self.stock(value)
         normed, _ = allnorm.add_rms_norm(
@@ -176,7 +168,7 @@ class Place:
     module: torch.nn.Module
 
     def obstacle(self) -> str:
-        """Returns why the module is no longer in its place: removed or replaced."""
+        """Returns the reason that follows from the module's removal or replacement."""
         found = self.parent._modules.get(self.key)
         if found is None:
             return f"{self.name} has been removed from the model"
@@ -194,17 +186,16 @@ class Site:
     Attributes:
         name: the name of the module that reduces, such as "layers.3.self_attn.o_proj".
         norm: the norm of the sum with the residual; None if no norm follows directly.
-        post: the norm of the reduced sum before the residual is added; None if there is none.
+        post: the norm of the reduced sum before the residual is added, or None.
         is_scaled: whether the model multiplies the sum by a number before it adds the residual.
-        link: the communicator, once the module is part of a tensor-parallel plan.
+        link: the communicator; None until a tensor-parallel plan includes the module.
         reason: why the loaded model does not fuse it; "" if it does.
         module: the module that reduces.
         places: the modules from the reduction to the norms.
         sum_hooks: this rank's hooks that receive the sum before it is added, by module.
         later_hooks: this rank's hooks that receive the new residual before its norm.
         calls: number of fused calls in eager mode whose norm was used.
-        unfused_calls: number of reductions in eager mode whose norm was not used, because other
-            code used the sum or the new residual.
+        unfused_calls: number of other reductions in eager mode.
         last_obstacle: why the latest reduction was not a fused call; "" if it was.
     """
 
@@ -240,7 +231,7 @@ class Site:
         """Returns whether its output may stay a partial sum now; equal on every rank."""
         if not SWITCH.enabled or torch.is_grad_enabled():
             return False
-        # Reentrant checkpointing runs a training forward first without gradients, then with them.
+        # Reentrant checkpointing runs the forward of a training step without gradients first.
         is_training = self.module is not None and self.module.training
         return not is_training and not self.obstacle()
 
@@ -251,9 +242,9 @@ class Site:
 
     @property
     def keeps_sum(self) -> bool:
-        """Returns whether its call can return the sum, and is the same call whether or not it does.
+        """Whether the sum is a result of the same call that a rank without hooks makes.
 
-        With a bias, the call adds the bias, and a local call adds the residual.
+        With a bias it is: the call adds the bias, and a local call adds the residual.
         """
         return self._bias() is not None or (self.post is None and not self.is_scaled)
 
@@ -265,26 +256,23 @@ class Site:
     def can_add(
         self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
     ) -> bool:
-        """Returns whether the fused call can compute `residual + sum`.
-
-        It cannot if the sum is normed or scaled after a bias was added.
-        """
+        """Returns whether the fused call can compute `residual + sum`."""
         norms = [norm for norm in (self.post, self.norm) if norm is not None]
         if is_normed != (self.post is not None) or not norms:
             return False
         if residual.shape != value.shape or residual.dtype != value.dtype:
             return False
         if self._bias() is not None and (is_normed or scale != 1.0):
-            return False
+            return False  # the call norms and scales before it adds the bias
         return not self._find_obstacle(norms, value)
 
     def add(
         self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
     ) -> torch.Tensor:
-        """Makes the fused call: returns the new residual, and leaves its normed rows at the norm.
+        """Makes the fused call: returns the new residual, and stores its normed rows at the norm.
 
-        The stock model rounds the sum, then the sum plus bias, then the sum with the residual. One
-        call makes two of these roundings. With a bias, a local call makes the third.
+        With a bias, the stock model rounds three times: the sum, the sum plus bias, and the sum
+        with the residual. One call makes two of these roundings, and a local call the third.
         """
         norm = self.norm
         if self._bias() is None or norm is None:
@@ -305,7 +293,7 @@ class Site:
         return summed
 
     def normed(self, value: torch.Tensor) -> torch.Tensor:
-        """Makes the fused call for a norm of the sum itself, with a bias as the residual."""
+        """Returns the post norm of the sum plus bias. Collective."""
         assert self.post is not None
         normed, summed = self._reduce(value, wants_norm=True)
         self._count("unfused_calls" if normed is None else "calls")
@@ -371,10 +359,8 @@ class Site:
     def _bias(self) -> torch.Tensor | None:
         """Returns the bias, [hidden_size], as a local tensor; None if the module has none.
 
-        It is read at each call: loading weights replaces the parameter, and so does FSDP.
-
         Raises:
-            ValueError: the ranks do not hold the whole bias; on every rank.
+            ValueError: no rank holds the whole bias.
         """
         bias = None if self.module is None else self.module._parameters.get("bias")
         whole = None if bias is None else whole_local(bias)
@@ -388,7 +374,7 @@ class Site:
         return whole
 
     def _count(self, what: str, more: int = 1) -> None:
-        # In a compiled graph a counter would cause recompilation.
+        # Compiled graphs would be recompiled when the counter changes.
         if not torch.compiler.is_compiling():
             setattr(self, what, getattr(self, what) + more)
 
@@ -408,7 +394,7 @@ def _version(value: torch.Tensor) -> int | None:
 
 
 def _tracked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `call`, whose results have version counters: inference tensors have none."""
+    """Returns a `call` whose results have version counters, which inference tensors lack."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return call
 
@@ -430,10 +416,7 @@ def _any_hook(hooks: _Hooks) -> bool:
 
 
 def _in_graph_or_break(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `call`; under a tracer with an algorithm other than "auto", with a graph break.
-
-    The operators have no argument for the algorithm.
-    """
+    """Returns `call`, outside of compiled graphs if the algorithm is not "auto"."""
     if torch.compiler.is_compiling() and SWITCH.algorithm != "auto":
-        return torch.compiler.disable(call)
+        return torch.compiler.disable(call)  # operators have no argument for the algorithm
     return call

@@ -1,7 +1,7 @@
 """Parallel styles that leave the sum over ranks to the next norm.
 
-They replace the stock styles in the registry of transformers. They differ from these only in
-inference, and only for modules that have a site.
+They replace the stock styles in the registry of transformers. They differ from the stock styles
+only in inference, and only for modules that have a site.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import Site
 from allnorm.integrations.transformers.wiring import SITE
 
-# Communicators by group name. They are kept, because garbage collection of a dropped model happens
-# at different times on different ranks, but either all ranks must make a communicator or none.
+# Communicators by group name. They outlive their models: either all ranks must make a communicator
+# or none, but the garbage collector frees a model at different times on different ranks.
 _links: dict[str, allnorm.Communicator] = {}
 
 
@@ -29,13 +29,14 @@ class _LeavesTheSum(stock.TensorParallelLayer):
     """A mixin for styles whose output is a sum over ranks: in inference it stays a partial sum."""
 
     def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-        """Links the site of the module; a module without a site gets the stock behavior."""
+        """Gives the site of the module its communicator; then does what the stock style does."""
         link_site(module, mesh)
         return super().install_forward(module, mesh)
 
     def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-        """Returns the result of `leave_sum` in inference, else of the stock style."""
-        if _is_local(output) and self.should_use_local_tensors(module):
+        """Returns a partial sum in inference; else what the stock style returns."""
+        is_local = isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
+        if is_local and self.should_use_local_tensors(module):
             site = fusing_site(module)
             if site is not None:
                 return leave_sum(output, site)
@@ -43,15 +44,14 @@ class _LeavesTheSum(stock.TensorParallelLayer):
 
 
 class FusedRowwise(_LeavesTheSum, stock.RowwiseParallel):
-    """The styles `rowwise` and `rowwise_split_input`: the output is a sum over ranks.
+    """The styles `rowwise` and `rowwise_split_input`: shard the weight along its input dimension.
 
-    The weight is sharded along its input dimension. The input is sharded already, or split here. As
-    in the stock style, the GEMM omits the bias, which is added to the sum.
+    As in the stock style, the GEMM omits the bias, which is added to the sum.
     """
 
 
 class FusedExperts(_LeavesTheSum, stock.MoeExpertsParallel):
-    """The style `moe_tp_experts`: each rank has a shard of every expert; the output is a sum."""
+    """The style `moe_tp_experts`: each rank has a shard of every expert."""
 
 
 def fused_styles() -> dict[str, Any]:
@@ -110,8 +110,8 @@ def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communi
     if device_type == "cuda":  # transformers has bound this process to its GPU
         device = torch.device("cuda", torch.cuda.current_device())
     link = _links.get(group.group_name)
-    # Either all ranks have a communicator for a group of this name, or none has. But a rank may
-    # have closed its own, and ranks may learn of a failure on CUDA at different times.
+    # All ranks have a communicator for a group of this name, or none has. But one rank may have
+    # closed its communicator, and ranks may detect a failure on CUDA at different times.
     if link is None or not _all_can_use(link, group, device):
         with torch.device("cpu"):  # models may be built with "meta" as the default device
             link = allnorm.Communicator(group, device)
@@ -122,7 +122,7 @@ def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communi
 def _all_can_use(
     link: allnorm.Communicator, group: dist.ProcessGroup, device: torch.device
 ) -> bool:
-    """Returns whether `link` belongs to `group`, open and healthy on every rank. Collective."""
+    """Returns whether every rank can use `link` for `group`. Collective."""
     try:
         link.check()
         usable = link.group == group  # an earlier group of the same name may have been destroyed
@@ -131,7 +131,3 @@ def _all_can_use(
     answer = torch.tensor([usable], dtype=torch.int32, device=device)
     dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
     return bool(answer.item())
-
-
-def _is_local(output: Any) -> bool:
-    return isinstance(output, torch.Tensor) and not isinstance(output, DTensor)

@@ -1,4 +1,4 @@
-"""Finds the sites of a model when it is built, and makes its norms return sites' normed rows."""
+"""Finds the sites of a model in its constructor, and makes its norms return sites' normed rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SITES = "_allnorm_sites"
 def wired_constructors() -> Iterator[tuple[Any, Callable[..., None]]]:
     """Yields each family's model class and a constructor for it that also wires the model.
 
-    Every way to build the model runs it: a class with a head, `AutoModel`, or the class itself.
+    `AutoModel` and the classes with a head run the same constructor.
     """
     for family in FAMILIES:
         name = f"transformers.models.{family.package}.modeling_{family.package}"
@@ -63,7 +63,7 @@ def wire(model: Any, family: Family) -> list[Site]:
 
 def _tails(layer: Any, layout: Layout) -> list[tuple[str, str]]:
     """Returns the modules of a layer's MLP whose output is reduced, and the post norm of each."""
-    if hasattr(layer, "experts"):  # Gemma 4 has experts and an MLP, each with a post norm
+    if hasattr(layer, "experts"):  # Gemma 4 has experts and an MLP, with a post norm for each
         posts = [f"{layout.mlp_post}_{number}" for number in (1, 2)]
         return list(zip(("mlp.down_proj", "experts"), posts, strict=True))
     return [("mlp.experts" if hasattr(layer.mlp, "experts") else "mlp.down_proj", layout.mlp_post)]
@@ -72,7 +72,7 @@ def _tails(layer: Any, layout: Layout) -> list[tuple[str, str]]:
 def _site(model: Any, path: str, norm: str, post: str, family: Family) -> Site:
     """Makes the site of a reducing module; arguments are paths in the model, "" for none."""
     layer = ".".join(path.split(".")[:2])
-    # Outermost first. Hooks of the layer itself receive the new residual, not the sum.
+    # Outermost first. Only hooks of modules inside the layer receive the sum.
     way = {place.name: place for place in _way(model, path)}
     inside = [place.module for name, place in way.items() if name.startswith(f"{layer}.")]
     sum_hooks = [hooks for module in inside for hooks in _output_hooks(module)]
@@ -110,7 +110,7 @@ def _way(model: Any, path: str) -> Iterator[Place]:
 
 
 def _output_hooks(module: Any) -> tuple[dict[int, Any], ...]:
-    """Returns the hooks that receive the module's result, including those of its backward pass."""
+    """Returns the forward and backward hooks that receive the module's result."""
     return module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
