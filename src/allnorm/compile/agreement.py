@@ -1,8 +1,8 @@
 """Makes all ranks fuse a graph alike: a fused call on one rank and an unfused call on a peer hang.
 
 Graphs may differ between ranks, and not every rank compiles every graph. Before a rank changes its
-graph, the ranks of each process group therefore compare what they would do with each reduction
-(`allnorm.core.verdicts`, `settle`).
+graph, the ranks of each process group therefore compare what they would do with each reduction: see
+`allnorm.core.verdicts`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import pathlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -26,8 +25,9 @@ from allnorm.core.rendezvous import store_of
 from allnorm.core.verdicts import PATIENCE_S, Step, Verdicts, places_of
 
 _elsewhere = contextvars.ContextVar("decides_elsewhere", default=False)
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Verdicts]]
-_known = weakref.WeakKeyDictionary()
+# Both by group, then by the name of the caller's communicator, "" without one.
+_verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Verdicts]]
+_verdicts = weakref.WeakKeyDictionary()
 _generations: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Generation]]
 _generations = weakref.WeakKeyDictionary()
 
@@ -52,12 +52,12 @@ def settle(
 
     Args:
         group: the process group of the ranks that decide.
-        communicator: the caller's communicator; None if the pass uses one of the group.
-        reductions: the graph's reductions over this group, described by values equal on all ranks.
+        communicator: the caller's communicator; None if the pass chooses one of the group.
+        reductions: descriptions of the graph's reductions over this group, equal on all ranks.
         steps: what this rank would do with each of these reductions.
 
     Returns:
-        The reason why no rank fuses any of them; empty if every rank does what `steps` say.
+        The reason why no rank fuses any of them; empty if every rank follows `steps`.
 
     Raises:
         AllnormError: see `Verdicts.settle`.
@@ -83,28 +83,26 @@ def settle(
 def verdicts_of(group: dist.ProcessGroup, communicator: Communicator | None) -> Verdicts:
     """Returns the verdicts of a group, for graphs that use this communicator."""
     name = _key(communicator)
-    known = _known.setdefault(group, {})
+    known = _verdicts.setdefault(group, {})
     if name not in known:
         timeout = config.read_settings().timeout or config.DEFAULT_TIMEOUT
         if communicator is not None:
             timeout = communicator.timeout
-        # An earlier group of the same name may have been destroyed: its keys must not match.
+        # The keys must differ from those of a destroyed group of the same name.
         ranks = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:8]
-        store: Any = PrefixStore(
-            f"allnorm/compile/{group.group_name}/{ranks}/{name}", store_of(group)
-        )
+        prefix = f"allnorm/compile/{group.group_name}/{ranks}/{name}"
         known[name] = Verdicts(
-            store,
+            PrefixStore(prefix, store_of(group)),
             dist.get_rank(group),
             dist.get_world_size(group),
-            # A rank that does not answer may be waiting in a call: ask before that wait times out.
+            # A rank that does not answer may be waiting in a call: stop before that wait times out.
             patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
         )
     return known[name]
 
 
 def word(communicator: Communicator, folder: pathlib.Path, traits: object) -> str:
-    """Returns a cache key that only compiled code has that fits the peers' code: see `generation`.
+    """Returns a cache key of compiled code that fits the peers' code: see `generation`.
 
     Collective among the ranks that compile with this communicator. Waits for a limited time.
 

@@ -12,18 +12,14 @@ from allnorm.compile.expressions import Algebra, NotUnderstood, Value
 from allnorm.compile.operands import Operands
 from allnorm.compile.rules import MODULES, RULES
 from allnorm.compile.shapes import Shapes
-from allnorm.compile.vocabulary import module_of, not_plain, operation
+from allnorm.compile.vocabulary import module_of, not_plain, operation, state_of
 
 
 class Evaluator(Operands):
     """Evaluates single nodes, by the rules of `allnorm.compile.rules`.
 
-    Args:
-        algebra: as for Operands.
-        shapes: as for Operands.
-        held: as for Operands.
-        parameter: as for Operands.
-        decompositions: functions that compute the results of custom operators.
+    The arguments are those of `Operands`, then functions that compute the results of custom
+    operators.
 
     Attributes:
         on_the_way: expressions computed inside such a function, by the node that it computes.
@@ -48,7 +44,7 @@ class Evaluator(Operands):
         return Evaluator(self.algebra, shapes, held, self.parameter, {})
 
     def evaluate(self, node: Node) -> Value:
-        """Returns what the node computes: for an in-place call, its first argument's new value."""
+        """Returns the node's result; for an in-place call, its first argument's new contents."""
         note = ""
         try:
             function = decompose.find(node, self._decompositions)
@@ -75,11 +71,7 @@ class Evaluator(Operands):
     def _check_plain(self, node: Node) -> None:
         """Raises if a node computes with a DTensor: its result would be a DTensor too."""
         operands = {str(source): self.shapes.of(source) for source in node.all_input_nodes}
-        called = module_of(node) if node.op == "call_module" else None
-        if called is not None:
-            named = (*called.named_parameters(), *called.named_buffers())
-            operands |= {f"{node.target}.{name}": tensor for name, tensor in named}
-        for name, tensor in operands.items():
+        for name, tensor in (operands | state_of(node)).items():
             problem = "" if tensor is None else not_plain(name, tensor)
             if problem:
                 raise NotUnderstood(f"{node} computes with {problem}")

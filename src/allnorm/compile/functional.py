@@ -2,16 +2,16 @@
 
 The graph runs node by node on fake tensors under `torch.func.functionalize`, and `make_fx` records
 it. In-place calls, views of the tensors that they change, and `out=` become pure operators. Copies
-at the end store the final contents of the caller's tensors. Every reduction is recorded as the same
-operator, defined here; reductions that are not fused get their original call back.
+at the end store the final contents of the caller's tensors. Every reduction is recorded as the
+operator `reduced`. Reductions that are not fused get their original call back.
 
-Graphs of which a recording would lose something are refused: those with calls that do more than
-compute, and those whose inputs include numbers, which a recording would fix.
+Graphs that a recording cannot represent are refused: those with calls that do more than compute,
+and those with numbers as inputs, because the recording would turn them into constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, functionalize
 from torch.fx import Graph, GraphModule, Interpreter, Node
@@ -44,6 +44,7 @@ from allnorm.compile.vocabulary import (
     plain_module,
     qualified_name,
     schema_of,
+    state_of,
     written,
 )
 
@@ -61,14 +62,14 @@ class NotFunctional(Exception):  # noqa: N818 - a result, with the reason as its
 def writers(graph: Graph, shapes: Shapes, reductions: dict[Node, Reduction]) -> dict[Node, str]:
     """Returns the nodes that write, by the node of the tensor that they write.
 
-    Copies to inputs of the graph are left out if nothing reads the input after them.
+    Copies to inputs of the graph are omitted if nothing reads the input afterwards.
     """
     read: set[object] = set()
     found = {}
     for node in reversed(graph.nodes):
-        targets = reductions[node].writes if node in reductions else written(node)
         if node.op == "output":
             continue
+        targets = reductions[node].writes if node in reductions else written(node)
         if targets and not (is_last_copy(node) and shapes.storage(targets[0]) not in read):
             found.update(dict.fromkeys(targets, node))
             targets = []
@@ -78,7 +79,7 @@ def writers(graph: Graph, shapes: Shapes, reductions: dict[Node, Reduction]) -> 
 
 
 def is_last_copy(node: Node) -> bool:
-    """Returns whether a node only copies a tensor to an input of the graph."""
+    """Returns whether a node copies a tensor to an input of the graph and no node reads it."""
     return (
         node.target is torch.ops.aten.copy_.default
         and isinstance(node.args[0], Node)
@@ -96,11 +97,11 @@ class Functional:
         module: the graph; each node has metadata.
         inputs: its inputs, in the order of the given graph's inputs.
         results: fake tensors of the given graph's results; None for results that are not tensors.
-        roots: by memory, the inputs and parameters of the given graph that have this memory.
+        roots: by memory, the input or parameter with this memory and its fake tensor.
         makers: by node, the node of the given graph that it was recorded for.
+        env: the environment of symbolic sizes that exist only for this graph, or None.
         reductions: the reductions, by node of the given graph.
         constants: by name, tensors that the given graph creates from constants.
-        env: the environment of sizes that were made for this graph only.
     """
 
     module: GraphModule
@@ -113,11 +114,7 @@ class Functional:
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def finish(self, shapes: Shapes, before: Sequence[Reduction], meta_key: str | None) -> str:
-        """Completes the graph, once its sites are fused, so that it can replace the given one.
-
-        Returns:
-            The reason why it cannot; empty if it can.
-        """
+        """Completes the graph after its sites were fused; returns why this is impossible, or ""."""
         problem = keep_aliasing(self.module.graph, shapes, self.results, self.roots)
         if not problem:
             self._call_reductions(before)
@@ -127,10 +124,10 @@ class Functional:
         return problem
 
     def install(self, module: GraphModule) -> None:
-        """Makes it the graph of a module."""
+        """Replaces the nodes of a module's graph by those of this graph."""
         for name, tensor in self.constants.items():
             setattr(module, name, tensor)
-        graph = module.graph  # the object must stay the same: later passes use it
+        graph = module.graph  # later passes use the same object
         inputs = graph.find_nodes(op="placeholder")
         meta = graph.output_node().meta
         for node in reversed(graph.nodes):
@@ -152,23 +149,22 @@ class Functional:
             graph.erase_node(node)
 
     def _guard(self, meta_key: str | None) -> None:
-        """Adds checks of the inputs to the graph that no tracer makes."""
+        """Adds checks of the inputs to a graph whose tracer does not guard them."""
         graph = self.module.graph
-        writing = [target for node in graph.nodes for target in written(node)]
-        first = list(dict.fromkeys(t for t in writing if t.op in ("placeholder", "get_attr")))
         # One node per parameter: fused sites may have added more.
         names = {node.target: node for node in graph.find_nodes(op="get_attr")}
 
-        def one(node: Node) -> Node | None:
-            return node if node.op == "placeholder" else names.get(node.target)
+        def inputs_of(nodes: Iterable[Node]) -> list[Node]:
+            found = (n if n.op == "placeholder" else names.get(n.target) for n in nodes)
+            return list(dict.fromkeys(filter(None, found)))
 
-        roots = [one(node) for node, _ in self.roots.values()]
-        first = list(dict.fromkeys(filter(None, map(one, first))))
-        tensors = [*first, *(node for node in roots if node is not None and node not in first)]
+        writes = inputs_of(target for node in graph.nodes for target in written(node))
+        roots = inputs_of(node for node, _ in self.roots.values())
+        tensors = list(dict.fromkeys([*writes, *roots]))
         given = [node for node in tensors if node.op == "placeholder"]
         rule = "" if meta_key == "example_value" else self._rule(given)
-        if first or rule:
-            # Before every node that computes.
+        if writes or rule:
+            # The check comes before every node that computes.
             place = next(node for node in graph.nodes if node.op != "placeholder")
             for node in tensors:
                 if node.op == "get_attr" and node is not place:
@@ -176,7 +172,7 @@ class Functional:
             while place.op == "get_attr":
                 place = place.next
             with graph.inserting_before(place):
-                arguments = (tuple(tensors), len(first), tuple(given), rule)
+                arguments = (tuple(tensors), len(writes), tuple(given), rule)
                 graph.call_function(guards.check_inputs, arguments)
 
     def _rule(self, tensors: list[Node]) -> str:
@@ -195,27 +191,22 @@ class Functional:
 
 
 def _call(graph: Graph, reduction: Reduction, x: Any) -> Node:
-    """Makes a call of a reduction that reduces `x` and returns a new tensor."""
-    node, given = reduction.node, reduction.x
-
-    def other(argument: Node) -> Any:
-        return x if argument is given else argument
-
-    functional = _FUNCTIONAL.all_reduce.default
+    """Adds a call that reduces `x` like a reduction of the given graph; returns the new tensor."""
+    node = reduction.node
     name = qualified_name(node.target)
     if name.startswith(("_c10d_functional", "c10d_functional")) or not name:
+        functional = _FUNCTIONAL.all_reduce.default
         new = graph.call_function(functional, (x, op_name(reduction), reduction.group))
         return graph.call_function(_FUNCTIONAL.wait_tensor.default, (new,))
     if reduction.in_place:
-        copy = graph.call_function(torch.ops.aten.clone.default, (x,))
-        args, kwargs = map_arg((node.args, node.kwargs), lambda a: copy if a is given else a)
-        graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        return copy
-    args, kwargs = map_arg((node.args, node.kwargs), other)
-    return graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        x = graph.call_function(torch.ops.aten.clone.default, (x,))
+    given = (node.args, node.kwargs)
+    args, kwargs = map_arg(given, lambda argument: x if argument is reduction.x else argument)
+    result = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    return x if reduction.in_place else result
 
 
-# ---- making it ----------------------------------------------------------------------------------
+# ---- recording ----------------------------------------------------------------------------------
 
 
 def make_functional(
@@ -224,10 +215,9 @@ def make_functional(
     reductions: dict[Node, Reduction],
     differentiated: frozenset[Node],
 ) -> Functional:
-    """Returns a functional version of the graph. Does not change the module.
+    """Returns a functional version of the graph; raises NotFunctional if there is none.
 
-    Raises:
-        NotFunctional: there is none; the text is the reason.
+    Does not change the module.
     """
     inputs = module.graph.find_nodes(op="placeholder")
     _check(module, shapes, reductions)
@@ -235,8 +225,11 @@ def make_functional(
         raise NotFunctional(
             "its results need a gradient: run under torch.no_grad(), or fuse after autograd"
         )
-    attributes = _attributes(module)
-    mode, values = _arguments(shapes, inputs, list(attributes.values()))
+    mode, attributes = shapes.fake_mode, _attributes(module)
+    if mode is None:
+        raise NotFunctional("the shapes and dtypes of its tensors are unknown")
+    fixed = [mode.from_tensor(t.detach(), static_shapes=True) for t in attributes.values()]
+    values = [*map(shapes.any_of, inputs), *fixed]
     recorder = _Recorder(module, reductions, list(attributes))
     try:
         with mode, torch.no_grad(), enable_python_dispatcher():
@@ -278,7 +271,7 @@ def make_functional(
 
 
 def _rename(graph: Graph, makers: dict[Node, Node]) -> None:
-    """Names nodes after the given graph's nodes that they were recorded for, as reasons do."""
+    """Names nodes after the given graph's nodes that they were recorded for."""
     names = graph._graph_namespace = torch.fx.graph._Namespace()
     last = {makers[node]: node for node in graph.nodes if node in makers}
     for maker, node in last.items():
@@ -318,28 +311,20 @@ def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction
             raise NotFunctional(
                 f"{node} calls a function that may have side effects: it is not of PyTorch"
             )
-        elif node.op in ("call_function", "call_method") and not _computes(node, value):
+        elif (
+            node.op != "output" and value is None and not (schema_of(node.target) or written(node))
+        ):
             raise NotFunctional(f"{node} does not compute a tensor, so it may have side effects")
 
 
 def _check_plain(node: Node, value: Any) -> None:
     """Raises if a node has a DTensor, which cannot be recorded."""
     tensors = {node.name: attribute_of(node) if node.op == "get_attr" else value}
-    if node.op == "call_module":
-        called = module_of(node)
-        state = () if called is None else (*called.named_parameters(), *called.named_buffers())
-        tensors = {f"{node.target}.{name}": tensor for name, tensor in state}
-    for name, tensor in tensors.items():
+    for name, tensor in (state_of(node) | tensors).items():
         if isinstance(tensor, DTensor):
             raise NotFunctional(
                 f"{name} is a DTensor: pass its whole local tensor to the graph instead"
             )
-
-
-def _computes(node: Node, value: Any) -> bool:
-    if schema_of(node.target) is not None or written(node):
-        return True
-    return value is not None
 
 
 def _check_reduction(reduction: Reduction) -> None:
@@ -357,39 +342,21 @@ def _check_reduction(reduction: Reduction) -> None:
 
 def _attributes(module: GraphModule) -> dict[str, Tensor]:
     """Returns every parameter and buffer that the graph uses, once, by its first path."""
-    found: dict[str, Tensor] = {}
+    found: dict[int, tuple[str, Tensor]] = {}
     for node in module.graph.nodes:
-        if node.op == "get_attr":
-            found[str(node.target)] = attribute_of(node)
-        elif node.op == "call_module":
-            called = module_of(node)
-            assert called is not None
-            for name, tensor in (*called.named_parameters(), *called.named_buffers()):
-                found[f"{node.target}.{name}"] = tensor
-    seen: set[int] = set()
-    unique = {path: t for path, t in found.items() if not (id(t) in seen or seen.add(id(t)))}  # type: ignore[func-returns-value]
-    return unique
-
-
-def _arguments(
-    shapes: Shapes, inputs: list[Node], attributes: list[Tensor]
-) -> tuple[FakeTensorMode, list[Any]]:
-    """Returns fake tensors of the inputs, with the sizes that `shapes` has, then the attributes."""
-    mode = shapes.fake_mode
-    if mode is None:
-        raise NotFunctional("the shapes and dtypes of its tensors are unknown")
-    values = [shapes.any_of(node) for node in inputs]
-    fixed = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in attributes]
-    return mode, [*values, *fixed]
+        read = {str(node.target): attribute_of(node)} if node.op == "get_attr" else state_of(node)
+        for path, tensor in read.items():
+            found.setdefault(id(tensor), (path, tensor))
+    return dict(found.values())
 
 
 def _check_strides(shapes: Shapes, recorder: _Recorder) -> None:
-    """Raises if functionalization loses a result's strides, as it does those of `out=`."""
-    for node, looks in recorder.looks.items():
+    """Raises if functionalization loses a result's strides, as with `out=`."""
+    for node, result in recorder.results.items():
         given = shapes.of(node)
-        if given is None or not isinstance(looks, Tensor):
+        if given is None or not isinstance(result, Tensor):
             continue
-        if is_contiguous(given) != is_contiguous(looks):
+        if is_contiguous(given) != is_contiguous(result):
             strides = tuple(given.stride())
             raise NotFunctional(
                 f"{node} has strides {strides}, which PyTorch's functionalization loses"
@@ -414,14 +381,17 @@ def _check_sharing(traced: GraphModule, values: list[Any], names: list[str]) -> 
 
 
 class _Runner(Interpreter):
-    """Runs a graph on functional tensors and maps the recorded nodes to the graph's."""
+    """Runs a graph on functional tensors.
+
+    Attributes:
+        makers: by recorded node, the node of the graph that it was recorded for.
+    """
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.makers: dict[Node, Node] = {}  # by recorded node
+        self.makers: dict[Node, Node] = {}
 
     def run_node(self, n: Node) -> Any:
-        """Runs a node and maps the nodes that this records to it."""
         mode = get_proxy_mode()
         assert mode is not None
         last = mode.tracer.graph._root._prev
@@ -437,7 +407,12 @@ class _Runner(Interpreter):
 
 
 class _Recorder(_Runner):
-    """Runs the given graph on functional tensors, with one operator for every reduction."""
+    """Runs the given graph on functional tensors, with one operator for every reduction.
+
+    Attributes:
+        results: the graph's results, by their nodes.
+        inputs: the inputs and then the parameters, after the run.
+    """
 
     def __init__(
         self, module: GraphModule, reductions: dict[Node, Reduction], attributes: Sequence[str]
@@ -446,17 +421,16 @@ class _Recorder(_Runner):
         self._sites = {node: (i, r) for i, (node, r) in enumerate(reductions.items())}
         self._paths = attributes
         self._lifted: dict[int, Any] = {}
-        self.results: list[Node] = []
-        self.looks: dict[Node, Any] = {}  # fake tensors of the graph's results
+        self.results: dict[Node, Any] = {}
         self.inputs: list[Any] = []
 
     def play(self, *values: Any) -> Any:
-        """Runs the graph on its inputs, then its parameters, and returns each result once."""
+        """Runs the graph on its inputs and parameters, and returns each result once."""
         count = len(values) - len(self._paths)
         for path, value in zip(self._paths, values[count:], strict=True):
             self._lifted[id(attribute_at(self.module, path))] = value
         before = [value.shape if isinstance(value, Tensor) else None for value in values]
-        # An exported graph would flatten its inputs and restructure its results.
+        # io_processing would flatten the inputs of an exported graph and restructure its results.
         results = self.run(*values[:count], enable_io_processing=False)
         for value, shape in zip(values, before, strict=True):
             if shape is not None and not same_shape(value.shape, shape):
@@ -478,13 +452,13 @@ class _Recorder(_Runner):
         if isinstance(waited, Node) and waited in self._sites:
             return self.env[waited]  # the same tensor, as in eager mode
         if reduction is None or reduction.x is None:
-            return self._handed_on(n, super()._run(n))
+            return self._without_hidden_alias(n, super()._run(n))
         x = self.env[reduction.x]
         value = REDUCED(x, index)
         return x.copy_(value) if reduction.in_place else value
 
-    def _handed_on(self, n: Node, value: Any) -> Any:
-        """Returns the input itself if an operator returned it without declaring that."""
+    def _without_hidden_alias(self, n: Node, value: Any) -> Any:
+        """Returns the operator's result, or the argument that it returned without declaring it."""
         if not isinstance(value, Tensor) or not torch._is_functional_tensor(value):
             return value
         for node in n.all_input_nodes:
@@ -503,23 +477,21 @@ class _Recorder(_Runner):
         called = module_of(n)
         assert called is not None
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        state = {
-            name: self._lifted[id(tensor)]
-            for name, tensor in (*called.named_parameters(), *called.named_buffers())
-        }
-        return functional_call(called, state, args, kwargs)
+        prefix = f"{n.target}."
+        state = {path.removeprefix(prefix): t for path, t in state_of(n).items()}
+        lifted = {name: self._lifted[id(tensor)] for name, tensor in state.items()}
+        return functional_call(called, lifted, args, kwargs)
 
     def _output(self, n: Node) -> tuple[Any, ...]:
-        self.results = results_of(n.graph)
-        values = [self.env[node] for node in self.results]
-        for node, value in zip(self.results, values, strict=True):
+        self.results = {node: self.env[node] for node in results_of(n.graph)}
+        for node, value in self.results.items():
             if isinstance(value, tuple | list | dict):
                 raise NotFunctional(f"it returns {node}, which is not a tensor")
-            self.looks[node] = value
-        return tuple(values)
+        return tuple(self.results.values())
 
 
 def _inner(tensor: Tensor) -> object:
+    """Returns the memory of the tensor that a functional tensor wraps."""
     torch._sync(tensor)  # type: ignore[attr-defined]
     return storage_of(torch._from_functional_tensor(tensor))
 
@@ -529,7 +501,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
     return same and same_shape(a.stride(), b.stride())
 
 
-# ---- from the recorded graph to a graph of the module -------------------------------------------
+# ---- converting the recorded graph to a graph of the module --------------------------------------
 
 
 def _with_parameters(graph: Graph, count: int, paths: list[str]) -> list[Node]:
@@ -563,7 +535,7 @@ def _with_results(
 
     def result(node: Node) -> Any:
         if isinstance(traced[node], Node):
-            results.append(recorder.looks[node])
+            results.append(recorder.results[node])
             makers.setdefault(traced[node], node)
         return traced[node]
 
@@ -578,10 +550,10 @@ def _without_copies(made: Functional) -> None:
         op="call_function", target=torch.ops.aten.copy.default
     ):
         source = node.args[1]
-        looks = source.meta["val"] if isinstance(source, Node) else None
+        tensor = source.meta["val"] if isinstance(source, Node) else None
         # Copies of inputs stay: the graph writes its inputs at its end, after all reads.
-        alike = isinstance(looks, Tensor) and _is_alike(looks, node.meta["val"])
-        if alike and storage_of(looks) not in inputs:
+        alike = isinstance(tensor, Tensor) and _is_alike(tensor, node.meta["val"])
+        if alike and storage_of(tensor) not in inputs:
             node.replace_all_uses_with(source)
 
 

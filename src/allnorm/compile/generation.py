@@ -1,11 +1,11 @@
-"""Decides which compiled code of earlier runs is reused: that of runs in which all ranks agreed.
+"""Reuses compiled code only of earlier runs in which all ranks agreed.
 
 Each rank has its own compile cache. If a rank of an earlier run was interrupted, or the ranks did
-not agree, the cached code of different ranks may not fit together. Therefore a word is part of the
-cache keys. A file per rank, in the cache, holds the word and the agreements that code with this
-word relies on: a rank that lost a part of its cache compiles that part again, alone, and must
-decide as before. The file is empty while the ranks decide, and after the first graph without
-agreement. Ranks continue to use a word only if all of them read the same one.
+not agree, the cached code of different ranks may not fit together. Therefore the cache keys contain
+a random word. A file in each rank's cache holds the word and what the ranks agreed on. A rank that
+lost a part of its cache compiles that part again, alone, and must decide as before. The file is
+empty while the ranks decide, and after the first graph without agreement. Ranks reuse a word only
+if all of them read the same one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ except ImportError:  # not on every system
 
 
 class Generation:
-    """The compiled code of a rank that fits its peers' code.
+    """The word of the cache keys, and the file that stores it.
 
     Creating one is collective among the ranks that compile.
 
     Args:
         place: the path of this rank's file.
-        verdicts: the means by which the ranks agree.
+        verdicts: the verdicts of the ranks that compile.
 
     Attributes:
         word: a part of the cache keys; equal on all ranks.
@@ -44,7 +44,9 @@ class Generation:
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             file = open(place, "a+", encoding="utf-8")  # noqa: SIM115 - locked while this runs
-            if fcntl is not None and _is_locked(file):
+            if fcntl is not None:
+                os.set_inheritable(file.fileno(), False)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
                 self._file = file
         word, agreed = self._read()
         self.word = verdicts.common(word)
@@ -55,9 +57,10 @@ class Generation:
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[dict[str, str]]:
-        """Yields a dictionary for agreements: by graph, the kind of graph that is fused, or "".
+        """Yields an empty dictionary, in which the caller stores what the ranks agreed on.
 
-        If it stays empty, later runs start a new generation.
+        Keys and values are those of `Verdicts.restore`. If it stays empty, later runs do not reuse
+        the word.
         """
         found: dict[str, str] = {}
         self._write(is_empty=True)
@@ -85,10 +88,3 @@ class Generation:
             self._file.flush()
         except OSError:
             self._file = None
-
-
-def _is_locked(file: Any) -> bool:
-    """Locks the file until this process ends, and returns True. Raises OSError if it is locked."""
-    os.set_inheritable(file.fileno(), False)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return True

@@ -20,15 +20,9 @@ _named: list[Communicator] = []
 
 
 def check_group(reduction: Reduction, device: torch.device, given: Communicator | None) -> None:
-    """Checks that a communicator for a reduction exists or can be made; not collective.
+    """Raises Missed, with the reason, unless there is a communicator or one can be made.
 
-    Args:
-        reduction: the reduction.
-        device: the device of the tensor that it reduces.
-        given: the caller's communicator, or None.
-
-    Raises:
-        Missed: there is none and none can be made; the text is the reason.
+    Not collective. The arguments are those of `communicator_name`.
     """
     if given is not None:
         _check_given(reduction, device, given)
@@ -51,10 +45,8 @@ def check_group(reduction: Reduction, device: torch.device, given: Communicator 
 def group_of(reduction: Reduction, given: Communicator | None) -> dist.ProcessGroup | None:
     """Returns the process group of a reduction; None if it is not known or not the caller's."""
     if given is not None:
-        vouched = reduction.named_by_caller and _group(reduction.group) is None
-        mine = None if given.group is None else given.group.group_name
-        is_mine = vouched or reduction.comm_name == given.name
-        return given.group if is_mine or reduction.group == mine else None
+        is_mine = reduction.comm_name == given.name or _is_over(reduction, given)
+        return given.group if is_mine else None
     if reduction.comm_name is not None:
         open_now = (c for c in open_communicators() if c.name == reduction.comm_name)
         return next((c.group for c in open_now), None)
@@ -81,10 +73,10 @@ def communicator_name(
     _named[:] = [communicator for communicator in _named if not communicator.is_closed]
     found = _first_on(group, device, _named)
     if found is None:
-        # Communicators that were dropped without close() are now gone on all ranks, not only where
-        # the garbage collector happened to run: all ranks make a communicator, or none does.
+        # All ranks must make a communicator, or none. So a communicator that was dropped without
+        # close() must be freed on all ranks, not only where the garbage collector happened to run.
         gc.collect()
-        found = _first_on(group, device, open_communicators()) or _made_aside(group, device)
+        found = _first_on(group, device, open_communicators()) or _make_in_thread(group, device)
         _named.append(found)
     return found.name
 
@@ -97,12 +89,12 @@ def _first_on(
     return next(same, None)
 
 
-def _made_aside(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """Makes a communicator on another thread, which avoids a deadlock during compilation.
+def _make_in_thread(group: dist.ProcessGroup, device: torch.device) -> Communicator:
+    """Makes a communicator on a different thread, which avoids a deadlock during compilation.
 
-    Inductor compiles with PyTorch's Python dispatcher enabled, which holds the GIL in operators.
-    Gloo's enqueue() is such an operator. It waits for a lock that Gloo's worker may hold while it
-    frees the tensors of an earlier collective, which needs the GIL: a deadlock.
+    Inductor enables PyTorch's Python dispatcher, which holds the GIL in operators such as Gloo's
+    enqueue(). That waits for a lock which Gloo's worker may hold while it needs the GIL to free the
+    tensors of an earlier collective.
     """
 
     def make() -> Communicator:
@@ -121,17 +113,25 @@ def _check_given(reduction: Reduction, device: torch.device, given: Communicator
         if reduction.comm_name != given.name:
             raise Missed(f"it uses communicator {reduction.comm_name}: expected {given.name}")
         return
+    if _is_over(reduction, given):
+        return
+    if reduction.group is None:
+        raise Missed("the graph does not name its process group as a constant")
     assert given.group is not None, "closed"
-    mine = given.group.group_name
-    # A custom operator is assumed to use this group, unless it names a different group of torch.
-    vouched = reduction.named_by_caller and _group(reduction.group) is None
-    if reduction.group != mine and not vouched:
-        if reduction.group is None:
-            raise Missed("the graph does not name its process group as a constant")
-        raise Missed(
-            f"it reduces over group {reduction.group!r}, the communicator over {mine!r}: pass a "
-            "communicator of its group"
-        )
+    raise Missed(
+        f"it reduces over group {reduction.group!r}, the communicator over "
+        f"{given.group.group_name!r}: pass a communicator of its group"
+    )
+
+
+def _is_over(reduction: Reduction, given: Communicator) -> bool:
+    """Returns whether a reduction runs over the group of the caller's communicator.
+
+    A custom operator is assumed to do so, unless it names a different group of torch.
+    """
+    if reduction.named_by_caller and _group(reduction.group) is None:
+        return True
+    return given.group is not None and reduction.group == given.group.group_name
 
 
 def _group(name: str | None) -> dist.ProcessGroup | None:

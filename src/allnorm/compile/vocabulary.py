@@ -1,7 +1,7 @@
-"""Maps FX nodes of every level to one vocabulary: a node's operation, and what it writes.
+"""Maps the nodes of all tracers to one vocabulary: a node's operation, and what it writes.
 
-An addition is `operator.add` or a method for Dynamo, and `aten.add.Tensor` for AOTAutograd; any of
-these may be in place. They all get one name here. For unknown names the operator's schema tells
+An addition is `operator.add` or a method for Dynamo, and `aten.add.Tensor` for AOTAutograd, each
+possibly in place. All of them have one name here. For unknown names, the operator's schema declares
 what it writes. A call without a schema is assumed to write to all of its arguments.
 """
 
@@ -53,7 +53,7 @@ _NAMES = {
 }
 _OPERATION = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
-# Foreign operators that only copy or wait, and the operators of compile/block_scaled.py.
+# Operators outside the namespaces aten and prims.
 _FOREIGN = {
     "_c10d_functional::wait_tensor": "wait",
     "c10d_functional::wait_tensor": "wait",
@@ -72,16 +72,6 @@ def operation(node: Node) -> str:
     if name.endswith("_") and not name.startswith("__"):
         name = name[:-1]
     return _OPERATION.get(name, "")
-
-
-def is_in_place(node: Node) -> bool:
-    """Returns whether a call of the vocabulary stores its result in its first argument."""
-    name = _plain_name(node)
-    return _is_mutating_name(name) or (name.endswith("_") and not name.startswith("__"))
-
-
-def _is_mutating_name(name: str) -> bool:
-    return name.removeprefix("__").removesuffix("__") in _MUTATING
 
 
 _MUTATING = {
@@ -135,7 +125,7 @@ def argument(node: Node, index: int, *names: str, default: Any = None) -> Any:
 
 
 def qualified_name(target: Any) -> str:
-    """`namespace::name` of an operator or one of its overloads; empty for anything else."""
+    """Returns `namespace::name` of an operator or its overload; empty for anything else."""
     if isinstance(target, OpOverload):
         return str(target._schema.name)
     if isinstance(target, OpOverloadPacket):
@@ -163,12 +153,11 @@ def whole_bases(schema: Any, kwargs: dict[str, Any]) -> dict[str, int] | None:
     The wrapper describes an argument by its base and, if it is a view, how it views the base.
 
     Returns:
-        By name, the index in `_all_bases`; None if an argument is only a part of its base, is
-        absent, or is described in an unknown way.
+        By name, the index in `_all_bases`; None unless every argument is a whole base.
     """
     names, places = changed_arguments(schema), {}
     known = {f"_{name}_{what}" for name in names for what in ("base_index", "alias")}
-    # Names of arguments can begin with those of others: output and output_scale.
+    # One argument's name can begin with the name of a different one: output and output_scale.
     if any(key not in known and key.startswith(f"_{name}_") for name in names for key in kwargs):
         return None
     for name in names:
@@ -209,6 +198,13 @@ def _written_by_module(node: Node) -> list[Node]:
     return [] if known else list(node.all_input_nodes)
 
 
+def state_of(node: Node) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of the module that a node calls, by path."""
+    called = module_of(node) if node.op == "call_module" else None
+    state = () if called is None else (*called.named_parameters(), *called.named_buffers())
+    return {f"{node.target}.{name}": tensor for name, tensor in state}
+
+
 def module_of(node: Node) -> torch.nn.Module | None:
     """Returns the module that a `call_module` node calls."""
     owner = node.graph.owning_module
@@ -219,7 +215,7 @@ def module_of(node: Node) -> torch.nn.Module | None:
 
 
 def plain_module(module: torch.nn.Module | None) -> str:
-    """Returns why a call of a module may do more than its class; empty if it may not."""
+    """Returns why a module may compute something other than its class; empty if it may not."""
     every = torch.nn.modules.module
     if module is None:
         return "does not exist"
@@ -235,7 +231,7 @@ def plain_module(module: torch.nn.Module | None) -> str:
 
 
 def not_plain(name: str, tensor: Tensor) -> str:
-    """Returns why a fused call cannot take a tensor: it is a DTensor; empty for plain tensors."""
+    """Returns why a fused call cannot take a DTensor; empty for plain tensors."""
     if not isinstance(tensor, DTensor):
         return ""
     remedy = "to_local()"
@@ -268,17 +264,19 @@ def is_torch_function(node: Node) -> bool:
 
 
 def _named_writes(node: Node, name: str) -> list[Node]:
-    """Returns what a function or method of torch writes, by its name's conventions."""
+    """Returns what a function or method of torch writes, according to its name and arguments."""
     targets: list[Any] = []
     is_operator = getattr(node.target, "__module__", "") == "_operator"  # operator.and_ is pure
     underscored = name.endswith("_") and not name.startswith("__") and not is_operator
-    if underscored or _is_mutating_name(name) or _asks_for_in_place(node):
+    is_mutating = name.removeprefix("__").removesuffix("__") in _MUTATING
+    if underscored or is_mutating or _has_inplace_argument(node):
         targets += node.args[:1]
     targets.append(node.kwargs.get("out"))
     return _nodes_in(targets)
 
 
-def _asks_for_in_place(node: Node) -> bool:
+def _has_inplace_argument(node: Node) -> bool:
+    """Returns whether a call passes a true `inplace`, by keyword or by position."""
     if node.kwargs.get("inplace"):
         return True
     if not inspect.isfunction(node.target):
@@ -291,11 +289,8 @@ def _asks_for_in_place(node: Node) -> bool:
 
 
 def _schema_writes(node: Node, schema: Any) -> list[Node]:
-    targets = []
-    for index, described in enumerate(schema.arguments):
-        if described.alias_info is not None and described.alias_info.is_write:
-            targets.append(argument(node, index, described.name))
-    return _nodes_in(targets)
+    places = {each.name: index for index, each in enumerate(schema.arguments)}
+    return _nodes_in([argument(node, places[name], name) for name in changed_arguments(schema)])
 
 
 def _nodes_in(values: list[Any]) -> list[Node]:
