@@ -28,16 +28,16 @@ class Candidate:
         reduction: the reduction.
         reduced: the expression of the reduced tensor.
         branch: the post norm and scale that are applied before the residual is added.
-        residual: the residual; None if none is added.
+        residual: the residual, or None.
         sum32: the float32 sum with the residual; without a residual, the float32 branch.
         summed: the stored sum, which the fused call returns; None if the graph never stores it.
         norm: the norm after the residual; None if there is only a post norm.
         output: how the graph multiplies and rounds the norm's result.
         numerics: the rounding mode that computes the same bits.
-        quantization: how the normed tensor is quantized; None if the graph keeps doing that.
-        is_local: whether `reduced` is the reduced tensor plus a tensor (a bias, a shared expert, a
-            delta), rounded before the residual is added. The call then follows the reduction: it
-            only adds the residual and norms.
+        quantization: the quantization of the normed tensor, if the call includes it.
+        is_local: whether a tensor (a bias, a shared expert, a delta) is added to the reduced tensor
+            and the result, which is `reduced`, is rounded before the residual is added. The fused
+            call then does not reduce: it adds the residual and norms.
     """
 
     reduction: Reduction
@@ -64,7 +64,7 @@ class Candidate:
 
     @property
     def boundary(self) -> str:
-        """Text that lists what the call does in addition to a residual add and one norm."""
+        """A list, as text, of what the call does in addition to a residual add and one norm."""
         begins = ["tensor added after the reduction"] if self.is_local else []
         ends = [] if self.norm is not None else ["no second norm"]
         return ", ".join([*begins, *filter(None, [str(self.branch)]), *ends])
@@ -81,19 +81,19 @@ class Candidate:
                 if value is self.reduced:
                     continue
                 pending += [operand for operand in value.args if not self._is_input(operand)]
-        computed = [value for value in found if value.op != "const"]
-        return [value for value in computed if not (self.is_local and value is self.reduced)]
+        if self.is_local:
+            found.pop(self.reduced, None)
+        return [value for value in found if value.op != "const"]
 
     def _is_input(self, operand: Value) -> bool:
-        outputs = (self.branch.output, self.output)
-        if any(output is not None and operand is output.gain for output in outputs):
-            return True
-        quantization = self.quantization
-        if quantization is not None and operand in (quantization.static, quantization.inverse):
-            return True
-        if self.residual is None or operand is self.reduced:
-            return False
-        return operand is self.residual or (operand.op == "up" and self.residual in operand.args)
+        inputs = [output.gain for output in (self.branch.output, self.output) if output]
+        if self.quantization is not None:
+            inputs += [self.quantization.static, self.quantization.inverse]
+        if self.residual is not None and operand is not self.reduced:
+            inputs.append(self.residual)
+            if operand.op == "up" and self.residual in operand.args:
+                return True
+        return operand in inputs
 
     @functools.cached_property
     def served(self) -> list[Value]:
@@ -101,7 +101,7 @@ class Candidate:
         results = [self.summed, self.normed]
         if self.quantization is not None:
             results += [self.quantization.quantized, self.quantization.scale]
-        return list(dict.fromkeys(value for value in results if value is not None))
+        return list(dict.fromkeys(filter(None, results)))
 
 
 @dataclass(frozen=True)
@@ -145,18 +145,16 @@ class Match:
         residual: the residual that it adds, or None.
         weight: the norm's weight; None without a norm.
         post_weight: the post norm's weight; None without a post norm.
-        view_x: the view of the reduced tensor that is applied to `x` instead; None if there is
-            none.
-        views: by node that a result replaces, the view that is applied to that result, where the
-            node's shape is not `shape`.
+        view_x: a view of the reduced tensor in the graph that is applied to `x` instead, or None.
+        views: by node that a result replaces, the view that converts the result to its shape.
         scale_shape: the shape of the computed scales in the graph; None: the operator's shape.
         scale_layout: the layout of the computed scales, as the operator takes it.
-        static_scale: the given scale.
-        experts: the rows that `x` is the sum of, if the call sums them too.
-        note: what else could nearly have been fused, and why it was not.
-        lead_x: number of dimensions of size 1 that are added in front of those of `x`.
-        lead_residual: number of dimensions of size 1 that are added in front of the residual's.
-        numbers: nodes that compute arguments of the call, with the values that they computed.
+        static_scale: the static scale, or None.
+        experts: the rows that the call sums to get `x`, or None.
+        note: why an additional part of the graph was not fused; empty if there is none.
+        lead_x: number of leading dimensions of size 1 that are added to `x`.
+        lead_residual: number of leading dimensions of size 1 that are added to the residual.
+        numbers: nodes that compute numbers which the call takes as constants, with these numbers.
         members: nodes that the call replaces; they are removed unless other nodes read them.
         dead: other nodes that are computed from the reduced tensor and that no node reads.
         late: whether an input comes after the reduction in the graph.
@@ -185,13 +183,13 @@ class Match:
 
     @property
     def boundary(self) -> str:
-        """Text that lists what the call does in addition to a residual add and one norm."""
+        """A list, as text, of what the call does in addition to a residual add and one norm."""
         before = "" if self.experts is None else f"sum of {self.experts.top_k} experts' rows"
         return ", ".join(filter(None, (before, self.candidate.boundary)))
 
     @property
     def chose_view(self) -> bool:
-        """Whether a view is applied to an input or a result only because its shapes fit."""
+        """Whether views were chosen by shape only, so that sizes of 1 may be ambiguous."""
         view, reduced = self.view_x, self.candidate.reduced
         follows = view is None or view.all_input_nodes[0] in reduced.holders
         return bool(self.views) or not follows
@@ -212,7 +210,7 @@ class Match:
     def handed_over(self, values: Values, value: Value) -> list[Node]:
         """Returns the nodes that a result of the call replaces.
 
-        Copies and views that change the shape stay: only the tensor that they read is replaced. The
+        Copies, and views that change the shape, stay: only their source is replaced. The
         first call for a value must come before the graph is changed.
         """
         if value not in self._handed_over:

@@ -7,9 +7,9 @@ The grammar, in float32 arithmetic, where rows are [num_tokens, top_k, hidden_si
           | add(... add(zeros, term of choice 0) ..., term of the last)
     term  = up(rows) | mul(up(rows), weights)              weights are one column
 
-`choices` is `torch.sum` over the choices. It starts at zero, but its order is unspecified, so only
-sums of at most two choices are certain to equal step 0. Weighted rows that are rounded before the
-sum count as `rows` that have their weights applied already.
+`choices` is `torch.sum` over the choices. It starts at zero and adds in an unspecified order, so it
+certainly equals step 0 only for at most two choices. If weighted rows are rounded before the sum,
+they are the `rows`, and there are no `weights`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.fx import Node
 
 from allnorm.compile.candidate import Experts, Match, Missed
 from allnorm.compile.expressions import Value
-from allnorm.compile.shapes import same_shape
 from allnorm.compile.values import Values
 from allnorm.names import TOP_K
 
@@ -39,7 +38,7 @@ def place_experts(values: Values, match: Match) -> str:
     """Makes the call sum the experts' rows, if the reduction reduces such a sum.
 
     Returns:
-        The reason why the call cannot; empty if it does, or if there is no such sum.
+        The reason why the call cannot sum them; else empty.
     """
     candidate = match.candidate
     x, reduced = candidate.reduction.x, candidate.reduced
@@ -58,7 +57,7 @@ def _parse(x: Value, dtype: torch.dtype) -> _Sum | None:
     """Returns the sum over choices that a tensor holds; None if it holds no such sum.
 
     Raises:
-        Missed: it holds a sum that is nearly, but not exactly, that of step 0.
+        Missed: the tensor holds a similar sum, which differs from step 0.
     """
     total = x if dtype == torch.float32 else _without("round", x)
     found = _total(total)
@@ -104,7 +103,7 @@ def _total(value: Value) -> _Sum | None:
 
 
 def _choice(value: Value) -> tuple[Any, tuple[int, int]] | None:
-    """Returns (rows and weights, (choice, number of choices)) of one term; None if it is none."""
+    """Returns (rows and weights, (choice, number of choices)) of a term; None if it is not one."""
     if value.op == "choice":
         return value.args[0], value.attr
     if value.op != "mul" or any(arg.op != "choice" for arg in value.args):
@@ -167,18 +166,11 @@ def _weights(values: Values, weights: Value, shape: Sequence[Any], x: Node) -> N
 def _holder(
     values: Values, value: Value, shape: Sequence[Any], dtype: torch.dtype, x: Node
 ) -> Node | None:
+    """Returns a node that holds `value` in this shape and dtype, on the device of `x`, or None."""
     like = values.shapes.of(x)
     assert like is not None
-    for node in value.holders:
-        tensor = values.shapes.of(node)
-        top_k = tensor.shape[1] if tensor is not None and tensor.dim() == len(shape) > 2 else None
-        if top_k is not None and values.shapes.in_example(top_k) == shape[1]:
-            values.shapes.fix(top_k)
-        if (
-            tensor is not None
-            and same_shape(tensor.shape, shape)
-            and (tensor.dtype, tensor.device) == (dtype, like.device)
-            and node not in values.pending
-        ):
-            return node
-    return None
+    tensors = map(values.shapes.of, value.holders)
+    for size in [t.shape[1] for t in tensors if t is not None and t.dim() == len(shape) > 2]:
+        if values.shapes.in_example(size) == shape[1]:
+            values.shapes.fix(size)
+    return values.holder(value, shape, dtype, like.device)

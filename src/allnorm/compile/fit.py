@@ -25,10 +25,9 @@ from allnorm.compile.vocabulary import operation
 
 
 def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
-    """Returns the fused call for a candidate, given the matches that were accepted before.
+    """Returns the fused call for a candidate. Raises Missed, with the reason, if there is none.
 
-    Raises:
-        Missed: there is none; the text is the reason.
+    `accepted` are the matches that were accepted before.
     """
     x = candidate.reduction.x
     if candidate.is_local:
@@ -61,9 +60,9 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
     if candidate.is_local:
         members.discard(x)
     match.members = sorted(members, key=values.position.__getitem__)
-    for node in match.members:  # results of a call that no node reads
-        parts = [user for user in node.users if operation(user) == "getitem" and not user.users]
-        match.dead += [part for part in parts if part not in members]
+    for node in match.members:
+        unread = [user for user in node.users if operation(user) == "getitem" and not user.users]
+        match.dead += [result for result in unread if result not in members]
     if values.shapes.has_real_examples:
         match.numbers = _numbers(values, match)
     problem = (
@@ -77,7 +76,7 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
 
 
 def _numbers(values: Values, match: Match) -> dict[Node, object]:
-    """Returns the arguments of members that the graph computes and that are not tensors."""
+    """Returns the numbers, shapes and dtypes that the graph computes for the members."""
     found: dict[Node, object] = {}
     for node in match.members:
         for source in node.all_input_nodes:
@@ -97,7 +96,7 @@ def _tensor(values: Values, node: Node) -> Tensor:
 
 
 def _first_tensor(values: Values, node: Node) -> Tensor:
-    """Returns a node's result; of several, the first: decompositions add in its shape."""
+    """Returns a node's first result: decompositions add in its shape."""
     results = values.shapes.any_of(node)
     if isinstance(results, tuple | list) and results and isinstance(results[0], Tensor):
         return results[0]
@@ -120,34 +119,11 @@ def _place_residual(values: Values, match: Match, run: Tensor, adder: Node) -> N
     origin = values.reduced[candidate.reduction.node]
     if candidate.residual.derives_from(origin):
         raise Missed(f"{adder} adds a tensor that is itself computed from the reduced tensor")
-    match.residual = _holder(values, candidate.residual, run)
+    like = (candidate.residual, run.shape, candidate.residual.dtype, run.device)
+    match.residual = values.holder(*like) or values.holder(*like, led=True)
     if match.residual is None:
-        match.residual = _holder(values, candidate.residual, run, led=True)
-        if match.residual is None:
-            raise Missed(
-                f"what {adder} adds is not a tensor of the reduced tensor's shape and device"
-            )
-        match.lead_residual = run.dim() - _tensor(values, match.residual).dim()
-
-
-def _holder(values: Values, value: Value, like: Tensor, *, led: bool = False) -> Node | None:
-    """Returns a node whose tensor holds `value`, with the shape and device of `like`.
-
-    With `led`, leading dimensions of size 1 may be missing.
-    """
-    for node in value.holders:
-        tensor = values.shapes.of(node)
-        if (
-            tensor is not None
-            and tensor.dtype == value.dtype
-            and tensor.device == like.device
-            and (
-                leads_to(tensor.shape, like.shape) if led else same_shape(tensor.shape, like.shape)
-            )
-            and node not in values.pending
-        ):
-            return node
-    return None
+        raise Missed(f"what {adder} adds is not a tensor of the reduced tensor's shape and device")
+    match.lead_residual = run.dim() - _tensor(values, match.residual).dim()
 
 
 def _weight(
@@ -201,13 +177,14 @@ def _is_weight(tensor: Tensor, run: Tensor) -> bool:
 
 
 def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
-    """Finds `x` in the shape in which the residual is added, or the view that gives it."""
+    """Finds `x` in the shape in which the residual is added, or a view that returns this shape."""
     if same_shape(before.shape, run.shape):
         return
     if leads_to(before.shape, run.shape):
         match.lead_x = run.dim() - before.dim()
         return
-    viewed = _holder(values, values.held[match.x], run)
+    held = values.held[match.x]
+    viewed = values.holder(held, run.shape, held.dtype, run.device)
     if viewed is not None:
         match.x = viewed
     else:
@@ -218,18 +195,14 @@ def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
 
 
 def _place_results(values: Values, match: Match, run: Tensor) -> None:
-    candidate = match.candidate
-    quantization = candidate.quantization
-    scale = None if quantization is None else quantization.scale
+    candidate, quantization = match.candidate, match.candidate.quantization
+    blocks = None  # rows that are quantized in blocks have their own shape
+    if quantization is not None and quantization.scale_layout:
+        blocks = quantization.quantized
     for value in candidate.served:
         handed_over = match.handed_over(values, value)
-        if value is scale:
+        if quantization is not None and value is quantization.scale:
             continue
-        in_blocks = (
-            quantization is not None
-            and value is quantization.quantized
-            and bool(quantization.scale_layout)
-        )
         _tensor(values, value.definers[0])
         for node in handed_over:
             tensor = values.shapes.of(node)
@@ -240,7 +213,7 @@ def _place_results(values: Values, match: Match, run: Tensor) -> None:
                     f"{node} has strides {tuple(tensor.stride())}: the results of the fused call "
                     "are contiguous"
                 )
-            if not in_blocks and not same_shape(tensor.shape, run.shape):
+            if value is not blocks and not same_shape(tensor.shape, run.shape):
                 match.views[node] = _view_between(values, candidate, run, tensor, node)
 
 
@@ -263,7 +236,7 @@ def _place_quantization(
 
 
 def _place_scale(match: Match, quantization: Quantization, scale: Tensor) -> None:
-    """Takes contiguous scales in any shape, and other scales if the operator has their layout."""
+    """Accepts contiguous scales in any shape, and other scales if the operator has their layout."""
     match.scale_layout = quantization.scale_layout or match.scale_layout
     if is_contiguous(scale):
         sizes = [static_size(size) for size in scale.shape]
@@ -275,7 +248,6 @@ def _place_scale(match: Match, quantization: Quantization, scale: Tensor) -> Non
         match.scale_shape = [-1 if size is None else size for size in sizes]
         return
     tokens, strides = scale.shape[0], scale.stride()
-    # The layout of `blocks` is given, and its scales are contiguous.
     is_grouped = quantization.group_size > 0 and not quantization.scale_layout
     is_matrix = is_grouped and scale.dim() == 2 and len(match.shape) == 2
     if is_matrix and same_shape(strides, (1, tokens)):
@@ -304,7 +276,8 @@ def _view_between(
 ) -> Node:
     """Returns a view of the candidate that converts one shape to the other.
 
-    It comes before `user`, the node that the viewed result replaces, so it cannot depend on it.
+    `user` is the node that the viewed result replaces. The view must come before it, so that it
+    does not depend on it.
     """
     end = len(values.position) if user is None else values.position[user]
     regrouped = [user for value in candidate.values for user in value.users if user.op == "rows"]

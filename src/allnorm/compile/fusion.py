@@ -56,13 +56,13 @@ def fuse(
         example_inputs: arguments of the graph, real or fake. Required if its nodes have no metadata
             ("val" or "example_value") with shapes and dtypes.
         communicator: runs the fused calls; reductions over other groups are missed. None: the
-            oldest open communicator of the reduction's group and device, or else a new one, which
-            stays open until it is closed.
+            oldest open communicator of the reduction's group and device. If there is none, the pass
+            makes one, which stays open.
         all_reduce_ops: custom operators that sum their first tensor argument over the ranks of the
             communicator: names ("vllm::all_reduce"), operators or overloads.
-        all_reduce_groups: names that such operators use for the communicator's group, in their
-            first string argument; operators with a different name are missed. Empty: all of these
-            operators are assumed to reduce over the communicator's group.
+        all_reduce_groups: names of the communicator's group in the first string argument of such
+            operators; operators with a different name are missed. Empty: all of these operators are
+            assumed to reduce over the communicator's group.
         decompositions: custom operators, such as a framework's own norm, as names or operators, and
             for each a PyTorch function that takes the same arguments and computes the same. For a
             mutating operator in its functional wrapper, the function takes the wrapper's keywords
@@ -72,8 +72,8 @@ def fuse(
             have a different lower bound: up to 1 / 512 for amax, or 1 / (448 * 512) for the scale.
             The fused call divides, and bounds amax by 1e-10. A quantized element may therefore be
             the adjacent FP8 number if its quotient is within one float32 ulp of the midpoint. Rows
-            (or groups) whose values are all below 1 / 512 get a smaller scale, and more precise
-            elements. All other scales are the same.
+            or groups with no value above 1 / 512 get a smaller scale, and more precise elements.
+            All other scales are the same.
 
     Returns:
         The report: every reduction, fused or missed, with the reason.
@@ -111,7 +111,7 @@ def fuse(
 
 
 def _check_sizes(module: GraphModule, known: dict[GraphModule, Shapes]) -> None:
-    """Adds a check of the input sizes to the graph, if the fusion relies on those of examples."""
+    """Adds a check of the input sizes to the graph, if the fusion relies on sizes of examples."""
     shapes, ones = known.get(module), any(shapes.assumed.ones for shapes in known.values())
     checked = module.graph.find_nodes(op="call_function", target=guards.check_inputs)
     assumed = ones or any(shapes.assumed.sizes for shapes in known.values())
@@ -126,16 +126,15 @@ def _check_sizes(module: GraphModule, known: dict[GraphModule, Shapes]) -> None:
         rule = guards.rule_of_tracer(sizes)
     else:
         rule = guards.rule_of(shapes.env, sizes, bounds=ones)
-    if not rule:
-        return
-    with module.graph.inserting_after(inputs[-1]):
-        module.graph.call_function(guards.check_inputs, ((), 0, tuple(given), rule))
-    module.recompile()
+    if rule:
+        with module.graph.inserting_after(inputs[-1]):
+            module.graph.call_function(guards.check_inputs, ((), 0, tuple(given), rule))
+        module.recompile()
 
 
 @dataclass(frozen=True)
 class _Options:
-    """Options of `fuse`: the caller's operators, and whether quantization may be approximate."""
+    """The keyword arguments of `fuse`."""
 
     all_reduce_ops: Sequence[Any]
     all_reduce_groups: frozenset[str]
@@ -190,16 +189,19 @@ def _fuse_one(
     given = _Given(module, reductions, inputs.get(module), communicator, options)
     search = given.search()
     shapes, values, sites = search.shapes, search.values, search.sites
-    functional, known_of[module] = search.functional, shapes
+    known_of[module] = shapes
     for node in children:
         _note_inputs(node, shapes, inputs)
     _agree(sites, values, communicator)
-    matches = [one.match for one in sites if one.match is not None]
-    if any(match.chose_view for match in matches):
+    if any(one.match is not None and one.match.chose_view for one in sites):
         shapes.assumed.ones |= _has_ones(shapes.examples)
     report = [_site(values, shapes, one) for one in sites]
-    problem = _rewrite(module, sites, values, functional, shapes.meta_key)
-    return [_missed(site, problem) if problem and site.fused else site for site in report]
+    problem = _rewrite(module, sites, values, search.functional, shapes.meta_key)
+    if problem:
+        for one in [one for one in sites if one.match is not None]:
+            one.match, one.reason = None, problem
+        report = [_site(values, shapes, one) for one in sites]
+    return report
 
 
 @dataclass
@@ -209,7 +211,7 @@ class _Search:
     Attributes:
         shapes: the given graph's shapes.
         values: the expressions of the graph that was searched.
-        functional: the functional graph, if that was searched instead of the given one.
+        functional: the functional graph, if it was searched instead of the given one.
         sites: every reduction.
     """
 
@@ -220,27 +222,14 @@ class _Search:
 
     @property
     def fused(self) -> tuple[int, int]:
-        """Number of reductions with a match, and number of matches that are complete."""
+        """Number of reductions with a match, and number of matches without a note."""
         matches = [one.match for one in self.sites if one.match is not None]
         return len(matches), sum(not match.note for match in matches)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every reduction has a match, and every match is complete."""
-        return self.fused == (len(self.sites), len(self.sites))
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A graph to search. The search does not change it.
-
-    Attributes:
-        module: the graph.
-        reductions: its reductions.
-        examples: `example_inputs` of `fuse`.
-        communicator: as in `fuse`.
-        options: the remaining arguments of `fuse`.
-    """
+    """A graph to search, its reductions, and the arguments of `fuse`."""
 
     module: GraphModule
     reductions: dict[Node, Reduction]
@@ -252,19 +241,19 @@ class _Given:
         """Searches for matches that are valid for as many input sizes as possible.
 
         Sizes of the examples are assumed only if that fuses more. The number of rows is assumed
-        only if a call has arguments that depend on it: it would refuse a different number anyway.
+        only if arguments of a call depend on it, so that the call allows no other number anyway.
         """
         best = self._search(Freedom.DISTINCT)
         if not best.shapes.has_real_examples:
             return best
         for freedom in (Freedom.EQUAL, Freedom.ROWS, Freedom.NONE):
-            if best.is_complete:
+            if best.fused == (len(best.sites), len(best.sites)):
                 break
             other = self._search(freedom)
             numbers = any(one.match is not None and one.match.numbers for one in other.sites)
             if other.fused > best.fused and (freedom is not Freedom.NONE or numbers):
                 best = other
-            elif freedom is Freedom.NONE:  # its reasons show numbers instead of symbols
+            elif freedom is Freedom.NONE:  # these reasons contain numbers instead of symbols
                 for one, same in zip(best.sites, other.sites, strict=True):
                     one.reason = one.reason and (same.reason or one.reason)
         return best
@@ -297,7 +286,7 @@ class _Given:
 
 
 def _has_ones(examples: Sequence[Any] | None) -> bool:
-    """Returns whether any size of an example but the last is 1: such sizes are not symbols."""
+    """Returns whether a size of an example, except the last, is 1: such sizes are not symbols."""
     tensors = [value for value in examples or () if isinstance(value, Tensor)]
     return any(size == 1 for tensor in tensors for size in map(static_size, tensor.shape[:-1]))
 
@@ -315,14 +304,13 @@ def _written(writing: dict[Node, str], shapes: Shapes, why: str) -> dict[object,
 def _note_inputs(
     node: Node, shapes: Shapes, inputs: dict[GraphModule, Sequence[Any] | None]
 ) -> None:
-    """Records the arguments of a nested graph in `inputs`; None if its calls may differ."""
+    """Records the arguments of a nested graph in `inputs`, or None if they are not certain."""
     inner = module_of(node)
     assert isinstance(inner, GraphModule)
     given = [shapes.any_of(arg) if isinstance(arg, Node) else arg for arg in node.args]
     count = len(inner.graph.find_nodes(op="placeholder"))
     known = not node.kwargs and len(given) == count and all(value is not None for value in given)
-    again = inner in inputs
-    inputs[inner] = given if known and not again else None
+    inputs[inner] = given if known and inner not in inputs else None
 
 
 def _differentiated(module: GraphModule, shapes: Shapes) -> frozenset[Node]:
@@ -348,14 +336,13 @@ def _match(
     options: _Options,
     why: str,
 ) -> None:
+    """Stores the match or the reason of each reduction; `why` is that of `Matcher.match`."""
     matcher = Matcher(values, approximate_quant=options.approximate_quant)
     for one in found:
         try:
             _check_group(one.before, options.all_reduce_groups)
             match = matcher.match(one.reduction, why)
-            x = values.shapes.of(match.x)
-            assert x is not None
-            check_group(one.before, x.device, communicator)
+            check_group(one.before, _device(values, match), communicator)
         except Missed as missed:
             one.reason = str(missed)
         else:
@@ -363,11 +350,17 @@ def _match(
             matcher.accept(match)
 
 
+def _device(values: Values, match: Match) -> torch.device:
+    x = values.shapes.of(match.x)
+    assert x is not None
+    return x.device
+
+
 def _agree(found: Sequence[_Found], values: Values, communicator: Communicator | None) -> None:
     """Drops matches that not all ranks have; sets the communicator names of the other matches.
 
     Raises:
-        AllnormError: ranks that do not compile this graph may be running a fused one.
+        AllnormError: ranks that do not compile this graph may be running a fused graph.
     """
     groups = {one.before.node: group_of(one.before, communicator) for one in found}
     for group in dict.fromkeys(groups.values()):
@@ -382,9 +375,8 @@ def _agree(found: Sequence[_Found], values: Values, communicator: Communicator |
                 one.match, one.reason = None, reason
     for one in found:
         if one.match is not None:
-            x = values.shapes.of(one.match.x)
-            assert x is not None
-            one.name = communicator_name(one.before, x.device, communicator)
+            device = _device(values, one.match)
+            one.name = communicator_name(one.before, device, communicator)
 
 
 def _described(reduction: Reduction, values: Values) -> str:
@@ -394,17 +386,12 @@ def _described(reduction: Reduction, values: Values) -> str:
 
 
 def _action(found: _Found, values: Values) -> str:
-    """Returns a text of all that must be equal on all ranks in a reduction's fused call.
-
-    It is empty if there is no such call.
-    """
+    """Returns a text of all that must be equal on all ranks in a fused call; "" without a call."""
     match = found.match
     if match is None:
         return ""
     candidate, experts = match.candidate, match.experts
-    weights = [
-        None if weight is None else weight.bias for weight in (match.weight, match.post_weight)
-    ]
+    weights = [weight and weight.bias for weight in (match.weight, match.post_weight)]
     parts = (
         *(candidate.numerics, candidate.is_local, match.boundary, candidate.residual is None),
         *([norm.eps for norm in candidate.norms], weights, candidate.branch.scale),
@@ -421,7 +408,7 @@ def _rewrite(
     functional: Functional | None,
     meta_key: str | None,
 ) -> str:
-    """Applies the matches. Returns the reason if that is impossible, else ""."""
+    """Applies the matches. Returns why this is impossible, or ""."""
     calls = [(one.match, one.name) for one in found if one.match is not None]
     if not calls:
         return ""
@@ -451,9 +438,9 @@ def _rewrite(
 
 
 def _keep_names(graph: Graph, names: Sequence[str]) -> None:
-    """Restores the names of a graph's results, by which an exported program finds them.
+    """Restores the names of a graph's results, which an exported program refers to.
 
-    If several results became one node, aliases of the node get the further names.
+    If several results became one node, aliases of this node get the other names.
     """
     output, found = graph.output_node(), [*zip(occurrences(graph), names, strict=True)]
     returned = {name: node for node, name in found if node.name == name}
@@ -481,12 +468,6 @@ def _keep_names(graph: Graph, names: Sequence[str]) -> None:
         taken[name] = node
 
 
-def _missed(site: Site, reason: str) -> Site:
-    return replace(
-        site, nodes=site.nodes[:1], numerics=None, quant=None, note="", boundary="", reason=reason
-    )
-
-
 def _check_group(reduction: Reduction, groups: Collection[str]) -> None:
     if groups and reduction.named_by_caller and reduction.group not in groups:
         names = ", ".join(sorted(groups))
@@ -501,13 +482,13 @@ def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
     reduction, match = found.before, found.match
     x, hints = None if reduction.x is None else shapes.of(reduction.x), shapes.has_real_examples
     shape, dtype = (None, None) if x is None else (printable(x.shape, hints=hints), x.dtype)
-    group = reduction.group or reduction.comm_name or ""
+    group = reduction.group or reduction.comm_name or found.name
     if match is None:
         return Site((reduction.node.name,), shape, dtype, group, reason=found.reason)
     candidate, nodes = match.candidate, _path(values, match)
     quant = None if candidate.quantization is None else str(candidate.quantization)
     return Site(
-        *(nodes, shape, dtype, group or found.name, candidate.numerics, None, quant, match.note),
+        *(nodes, shape, dtype, group, candidate.numerics, None, quant, match.note),
         match.boundary,
     )
 

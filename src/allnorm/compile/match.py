@@ -19,6 +19,7 @@ from allnorm.compile.norms import (
     find_branches,
     find_norms,
     outputs_of,
+    rounded,
     stored32,
 )
 from allnorm.compile.quantize import find_quantizations, is_quantized_otherwise
@@ -46,12 +47,9 @@ class Matcher:
         self._claimed: dict[Value, Node] = {}
 
     def match(self, reduction: Reduction, why: str = "") -> Match:
-        """Returns the fused call for a reduction.
+        """Returns the fused call for a reduction. Raises Missed, with the reason, if there is none.
 
         `why` is the reason why in-place reductions cannot be fused in this graph.
-
-        Raises:
-            Missed: there is none; the text is the reason.
         """
         dtype = self._check(reduction)
         if reduction.in_place:
@@ -79,7 +77,7 @@ class Matcher:
         raise first or Missed(self._explain(reduced))
 
     def accept(self, match: Match) -> None:
-        """Accepts a match: later matches must not compute its results."""
+        """Records a match, so that later matches do not compute the same results."""
         self._accepted.append(match)
         node = match.candidate.reduction.node
         self._claimed.update(dict.fromkeys(match.candidate.served, node))
@@ -110,7 +108,7 @@ class Matcher:
         match.note = note or _untraced(normed)
         return match
 
-    # ---- what the reduction itself must be ------------------------------------------------------
+    # ---- checks ---------------------------------------------------------------------------------
 
     def _check(self, reduction: Reduction) -> torch.dtype:
         if reduction.problem:
@@ -164,7 +162,6 @@ class Matcher:
     ) -> Iterator[Candidate]:
         """Yields candidates with a residual, then without; last, with a tensor added before it."""
         algebra = self._values.algebra
-        exact = dtype == torch.float32
         reduced32 = stored32(reduced, algebra, dtype)
         if reduced32 is None:
             return
@@ -179,7 +176,7 @@ class Matcher:
                 alone = dataclasses.replace(start, branch=branch, sum32=z, summed=summed)
                 yield from self._with_norms(alone, z, dtype)
         for biased32 in [user for user in reduced32.users if user.op == "add"]:
-            biased = biased32 if exact else algebra.find("round", (biased32,), dtype)
+            biased = rounded(biased32, algebra, dtype)
             added = biased32.other(reduced32)
             if biased is not None and biased.holders and added.op != "const":
                 local = dataclasses.replace(start, reduced=biased, is_local=True)
@@ -197,14 +194,13 @@ class Matcher:
             residual = self._residual(sum32, branch32, dtype)
             if residual is None or (start.is_local and residual.op == "reduced"):
                 continue  # with that reduction as `x`, one call does everything
-            exact = dtype == torch.float32
-            summed = sum32 if exact else algebra.find("round", (sum32,), dtype)
-            rounded = None if summed is None else stored32(summed, algebra, dtype)
+            summed = rounded(sum32, algebra, dtype)
+            rounded32 = None if summed is None else stored32(summed, algebra, dtype)
             stored = summed if summed is not None and summed.holders else None
             common = dataclasses.replace(
                 start, branch=branch, residual=residual, sum32=sum32, summed=stored
             )
-            for z in dict.fromkeys((rounded, sum32)):
+            for z in dict.fromkeys((rounded32, sum32)):
                 if z is not None:
                     yield from self._with_norms(common, z, dtype)
             if branch.norm is not None and stored is not None:
@@ -229,15 +225,14 @@ class Matcher:
         is_rounded = z is not common.sum32 or common.residual is None or dtype == torch.float32
         for norm in self._norms.get(z, []):
             for output in outputs_of(norm, self._values.algebra, dtype):
-                if not output.normed.holders:  # it exists only inside an operator
-                    continue
-                numerics = _mode(is_rounded, common.branch.output, output)
-                yield dataclasses.replace(common, norm=norm, output=output, numerics=numerics)
+                if output.normed.holders:  # else it exists only inside an operator
+                    numerics = _mode(is_rounded, common.branch.output, output)
+                    yield dataclasses.replace(common, norm=norm, output=output, numerics=numerics)
 
     # ---- reasons --------------------------------------------------------------------------------
 
     def _explain(self, reduced: Value) -> str:
-        """Returns why nothing was found: the first note on expressions computed from the sum."""
+        """Returns why there is no candidate, by the first note on an expression after the sum."""
         readers = [node for node, _ in reduced.readers if node not in reduced.definers]
         if not readers:
             return "its result is not used"
@@ -286,6 +281,6 @@ def _untraced(normed: Value) -> str:
 
 
 def _adds_next_reduction(value: Value, reduced: Value) -> bool:
-    """Returns whether this is the sum with a different reduction, which is a site of its own."""
+    """Returns whether this adds the result of a different reduction, which is a separate site."""
     operands = [bare(operand) for operand in value.args] if value.op == "add" else []
     return any(operand.op == "reduced" and operand is not reduced for operand in operands)

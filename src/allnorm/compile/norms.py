@@ -1,4 +1,4 @@
-"""Finds RMSNorms among the expressions of a graph, and notes on expressions that nearly are.
+"""Finds RMSNorms among the expressions of a graph, and adds notes to expressions that nearly are.
 
 The grammar, in float32 arithmetic, operands of `add` and `mul` in either order:
 
@@ -29,15 +29,7 @@ from allnorm.compile.expressions import Algebra, Value, as_float32, bare, number
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm.
-
-    Attributes:
-        z: the float32 expression that is normalized.
-        rstd: the reciprocal root of the mean square.
-        product: `z * rstd`.
-        eps: the number added to the mean square.
-        hidden_size: number of elements per row.
-    """
+    """One norm, in the words of the grammar; `hidden_size` is the number of elements per row."""
 
     z: Value
     rstd: Value
@@ -52,16 +44,14 @@ class Output:
 
     Attributes:
         normed: the result, in the dtype of the reduction.
-        gain: the float32 expression that the product is multiplied by; None if there is none.
+        gain: the float32 expression that the product is multiplied by, or None.
         rounds_first: whether the product is rounded before that multiplication; None without a
             gain.
-        values: the expressions from the product to the result.
     """
 
     normed: Value
     gain: Value | None
     rounds_first: bool | None
-    values: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class Branch:
 
     Attributes:
         value: the expression that is added to the residual, in the dtype of the reduction.
-        norm: the post norm; None if there is none.
+        norm: the post norm, or None.
         output: the post norm's result.
         scale: the factor of the sum or of its post norm.
     """
@@ -80,11 +70,6 @@ class Branch:
     output: Output | None = None
     scale: float = 1.0
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is the reduced sum itself."""
-        return self.norm is None and self.scale == 1.0
-
     def __str__(self) -> str:
         parts = [] if self.norm is None else ["post norm"]
         return ", ".join(parts if self.scale == 1.0 else [*parts, f"scale {self.scale:g}"])
@@ -93,10 +78,7 @@ class Branch:
 def find_branches(
     reduced: Value, norms: dict[Value, list[Norm]], algebra: Algebra, dtype: torch.dtype
 ) -> Iterator[Branch]:
-    """Yields the branches of a reduced sum, the plain sum first.
-
-    Adds notes to expressions that are nearly a scaled sum.
-    """
+    """Yields the branches of a reduced sum, the plain sum first."""
     z = stored32(reduced, algebra, dtype)
     found = [Branch(reduced)]
     for norm in () if z is None else norms.get(z, ()):
@@ -112,7 +94,7 @@ def _scaled(branch: Branch, algebra: Algebra, dtype: torch.dtype) -> Iterator[Br
         number = number_of(user.args[1]) if user.op == "mul" else None
         if number is None or not math.isfinite(as_float32(number)):
             continue
-        value = user if dtype == torch.float32 else algebra.find("round", (user,), dtype)
+        value = rounded(user, algebra, dtype)
         if value is None:
             user.note = user.note or f"the scaled sum is not rounded to {_name(dtype)}"
         else:
@@ -124,11 +106,13 @@ def stored32(value: Value, algebra: Algebra, dtype: torch.dtype) -> Value | None
     return value if dtype == torch.float32 else algebra.find("up", (value,))
 
 
-def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
-    """Returns all norms by the expression that they normalize.
+def rounded(value: Value, algebra: Algebra, dtype: torch.dtype) -> Value | None:
+    """Returns a float32 expression rounded to a dtype; None if the graph does not round it."""
+    return value if dtype == torch.float32 else algebra.find("round", (value,), dtype)
 
-    Adds notes to expressions that are nearly a norm.
-    """
+
+def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
+    """Returns all norms by the expression that they normalize."""
     found: dict[Value, list[Norm]] = {}
     for rstd in algebra.all_of("rsqrt"):
         parsed = _mean_square(rstd)
@@ -157,7 +141,7 @@ def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
 
 
 def _mean_square(rstd: Value) -> tuple[Value, float, int] | str:
-    """Returns (z, eps, hidden_size) of a reciprocal root of a mean square, or why it is not one."""
+    """Returns (z, eps, hidden_size) of a reciprocal root of a mean square, or else a note."""
     inner, eps = rstd.args[0], 0.0
     number = number_of(inner.args[1]) if inner.op == "add" else None
     if number is not None:
@@ -189,37 +173,27 @@ def _note_on_product(factor: Value, z: Value) -> str:
 
 
 def outputs_of(norm: Norm, algebra: Algebra, dtype: torch.dtype) -> list[Output]:
-    """Returns the possible results of a norm: with a weight, in the graph's order, then without.
-
-    Adds notes to expressions that are nearly a result.
-    """
-    product = norm.product
-    found = _weighted(algebra, product, (), dtype)
-    rounded = product if dtype == torch.float32 else algebra.find("round", (product,), dtype)
-    if rounded is None:
+    """Returns the possible results of a norm: with a weight, in the graph's order, then without."""
+    found = list(_weighted(algebra, norm.product, dtype))
+    without_weight = rounded(norm.product, algebra, dtype)
+    if without_weight is None:
         return found
-    if dtype != torch.float32:
-        upcast = algebra.find("up", (rounded,))
-        if upcast is not None:
-            found += _weighted(algebra, upcast, (rounded, upcast), dtype)
-            found.sort(key=lambda output: output.normed.order)
-    return [*found, Output(rounded, None, None, (rounded,))]
+    upcast = None if dtype == torch.float32 else algebra.find("up", (without_weight,))
+    if upcast is not None:
+        found += _weighted(algebra, upcast, dtype, rounds_first=True)
+        found.sort(key=lambda output: output.normed.order)
+    return [*found, Output(without_weight, None, None)]
 
 
 def _weighted(
-    algebra: Algebra, factor: Value, before: tuple[Value, ...], dtype: torch.dtype
-) -> list[Output]:
-    found = []
-    for user in factor.users:
-        if user.op != "mul":
-            continue
-        normed = user if dtype == torch.float32 else algebra.find("round", (user,), dtype)
+    algebra: Algebra, factor: Value, dtype: torch.dtype, *, rounds_first: bool = False
+) -> Iterator[Output]:
+    for user in [user for user in factor.users if user.op == "mul"]:
+        normed = rounded(user, algebra, dtype)
         if normed is None:
             user.note = user.note or f"the normed tensor is not rounded to {_name(dtype)}"
         else:
-            values = (*before, user, normed)
-            found.append(Output(normed, user.other(factor), bool(before), values))
-    return found
+            yield Output(normed, user.other(factor), rounds_first)
 
 
 def split_gain(gain: Value) -> Iterator[tuple[Value, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,9 @@ class Reduction:
         in_place: whether the call stores the result in `x`; else it returns a new tensor.
         group: the name of the process group; None if the graph does not name it.
         comm_name: the name of the communicator, for a reduction by allnorm itself.
-        named_by_caller: whether it is a custom operator that the caller named.
+        named_by_caller: whether it is a custom operator in the caller's `all_reduce_ops`.
         problem: why this call can never be fused; empty if it can.
-        result: the index of the reduced tensor in the call's results; None if the call returns only
-            that tensor.
+        result: the index of the reduced tensor in the call's results; None for a single result.
         pending: whether the result may be read only after a wait.
     """
 
@@ -60,25 +59,20 @@ def find_reductions(graph: Graph, all_reduce_ops: Sequence[Any] = ()) -> dict[No
 
     Args:
         graph: a graph of Dynamo, AOTAutograd or Inductor.
-        all_reduce_ops: the caller's custom operators: names such as "vllm::all_reduce", operators,
-            overloads or functions. They sum their first tensor argument over the ranks.
+        all_reduce_ops: as in `fuse`; functions are allowed too.
     """
     names = {op.replace(".", "::", 1) for op in all_reduce_ops if isinstance(op, str)}
     names |= {qualified_name(op) for op in all_reduce_ops} - {""}
     functions = [op for op in all_reduce_ops if not isinstance(op, str) and not qualified_name(op)]
-    found = {}
-    for node in graph.nodes:
-        if node.op == "call_function":
-            reduction = _reduction(node, names, functions)
-            if reduction is not None:
-                found[node] = reduction
-    return found
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    found = {node: _reduction(node, names, functions) for node in calls}
+    return {node: reduction for node, reduction in found.items() if reduction is not None}
 
 
 def _reduction(node: Node, names: set[str], functions: list[Any]) -> Reduction | None:
     name = qualified_name(node.target)
     if name in names or any(node.target is function for function in functions):
-        return _custom(node, node.target, node.args, node.kwargs)
+        return _custom(node)
     if node.target is with_effects and qualified_name(node.args[1]) in (
         "allnorm::all_reduce",
         *names,
@@ -93,8 +87,10 @@ def _reduction(node: Node, names: set[str], functions: list[Any]) -> Reduction |
         return Reduction(node, None, group=_group_of(node), problem=_NOT_ONE_SUM[name])
     if name in _FUNCTIONAL:
         return _functional(node, in_place=_FUNCTIONAL[name])
-    called = _NAMED_FUNCTIONS.get(_full_name(node.target))
-    return None if called is None else _function(node, in_place=called)
+    target = node.target
+    full_name = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
+    in_place = _NAMED_FUNCTIONS.get(full_name)
+    return None if in_place is None else _function(node, in_place=in_place)
 
 
 _ORDERED = (
@@ -126,10 +122,6 @@ _NAMED_FUNCTIONS = {
 }
 
 
-def _full_name(target: Any) -> str:
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
-
-
 def _tensor(node: Node, index: int, *names: str) -> Node | None:
     value = argument(node, index, *names)
     return value if isinstance(value, Node) else None
@@ -142,7 +134,7 @@ def _functional(node: Node, *, in_place: bool) -> Reduction:
 
 
 def _function(node: Node, *, in_place: bool) -> Reduction:
-    """Returns the reduction of `dist.all_reduce(tensor, op, group, async_op)` or an equivalent."""
+    """Returns the reduction of `dist.all_reduce(tensor, op, group, async_op)` or a variant."""
     op = argument(node, 1, "op", "reduceOp", default=dist.ReduceOp.SUM)
     problem = _problem_of(op)
     if argument(node, 3, "async_op") is True:
@@ -209,25 +201,27 @@ _UNKNOWN_FUNCTION = (
 _OTHER_ARGUMENT = "it changes an argument other than its first tensor, which it should reduce"
 
 
-def _custom(node: Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Reduction:
-    schema = schema_of(target)
-    values: Iterable[Any] = (*args, *kwargs.values())
-    group = next((value for value in values if isinstance(value, str)), None)
-    x = next((value for value in values if isinstance(value, Node)), None)
+def _custom(node: Node) -> Reduction:
+    schema, args = schema_of(node.target), node.args
     if schema is None:
-        problem = _UNKNOWN_FUNCTION if x is not None else "it has no tensor argument"
+        x, group, problem = _first_of([*args, *node.kwargs.values()])
+        problem = problem or _UNKNOWN_FUNCTION
         return Reduction(node, x, False, group, named_by_caller=True, problem=problem)
-    named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
-    x, group, problem = _first_of(schema, named)
+    named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | node.kwargs
+    x, group, problem = _first_of(_in_order(schema, named))
     changed = changed_arguments(schema)
     if changed and not problem:
         problem = _problem_of_change(changed, named, x)
     return Reduction(node, x, bool(changed), group, named_by_caller=True, problem=problem)
 
 
-def _first_of(schema: Any, named: dict[str, Any]) -> tuple[Node | None, str | None, str]:
-    """Returns the first tensor and the first text in the order of the schema, and a problem."""
-    values = [named[each.name] for each in schema.arguments if each.name in named]
+def _in_order(schema: Any, named: dict[str, Any]) -> list[Any]:
+    """Returns the arguments in the order of the schema."""
+    return [named[each.name] for each in schema.arguments if each.name in named]
+
+
+def _first_of(values: list[Any]) -> tuple[Node | None, str | None, str]:
+    """Returns the first tensor and the first text of some arguments, and a problem or ""."""
     x = next((value for value in values if isinstance(value, Node)), None)
     group = next((value for value in values if isinstance(value, str)), None)
     return x, group, "" if x is not None else "it has no tensor argument"
@@ -252,7 +246,7 @@ def _custom_functionalized(node: Node, target: Any) -> Reduction:
         if places is None or len(bases) != 1:
             part = "it reduces only a part of the tensor that it changes"
         named.update(dict.fromkeys(changed_arguments(schema), bases[0]))
-    x, group, problem = _first_of(schema, named)
+    x, group, problem = _first_of(_in_order(schema, named))
     problem = problem or _problem_of_change(changed_arguments(schema), named, x) or part
     returns = max(1, len(schema.returns))
     return Reduction(node, x, group=group, named_by_caller=True, problem=problem, result=returns)

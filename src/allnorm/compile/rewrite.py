@@ -19,7 +19,7 @@ from allnorm.compile.shapes import FLOATS, has_contiguous_rows, is_contiguous
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import is_pure, operation
 
-# Argument and result indices of the operators that quantize; equal for those with a communicator.
+# Indices of the argument return_normed and of the result normed of the operators that quantize.
 _RETURN_NORMED = 9
 _NORMED = 3
 
@@ -54,12 +54,7 @@ class Rewriter:
         # The results of the call, in order.
         served: list[Value | None] = [candidate.normed, candidate.summed]
         if quantization is not None:
-            served = [
-                quantization.quantized,
-                quantization.scale,
-                candidate.summed,
-                candidate.normed,
-            ]
+            served = [quantization.quantized, quantization.scale, *reversed(served)]
             self._quantizing.append(call)
         self._answer(match)
         for index, value in enumerate(served):
@@ -82,16 +77,17 @@ class Rewriter:
         sizes = (n for view in match.views.values() for n in view.all_input_nodes[1:])
         late = [*match.numbers, *sizes]
         for source in match.inputs:
-            if position[source] > position[node] and source.op == "get_attr":
-                # Moves it before all calls: a different site may read it too.
+            if position[source] <= position[node]:
+                continue
+            if source.op == "get_attr":  # moved before all calls: other sites may read it too
                 next(n for n in self._graph.nodes if n.op != "placeholder").prepend(source)
-            elif position[source] > position[node]:
+            else:
                 late.append(source)
         self._in_order = self._in_order and not late
         return max([node, *match.inputs], key=position.__getitem__).next if late else node.next
 
     def finish(self) -> None:
-        """Removes nodes that have become unused, and sorts the graph if necessary."""
+        """Removes unused nodes, and sorts the graph if necessary."""
         used = {*self._used, *self._replaced}
         for node in reversed(self._graph.nodes):
             known = node in self._values.position
@@ -102,7 +98,7 @@ class Rewriter:
             ):
                 self._graph.erase_node(node)
         for call in self._quantizing:
-            # Without readers of the 16-bit rows, the call need not return them.
+            # If no node reads the 16-bit rows, the call need not return them.
             if all(user.args[1] != _NORMED for user in call.users):
                 call.update_arg(_RETURN_NORMED, False)
                 self._describe(call)
@@ -138,12 +134,11 @@ class Rewriter:
         """Returns the computed scales in the shape and dtype that the graph expects."""
         shape, tensor = match.scale_shape, self._shapes.of(result)
         if shape is not None and tensor is not None and tensor.dtype != value.dtype:
-            result = self._add(torch.ops.aten.view.dtype, (result, value.dtype))  # the same bytes
+            result = self._add(torch.ops.aten.view.dtype, (result, value.dtype))
             tensor = self._shapes.of(result)
         if shape is None or (tensor is not None and [*tensor.shape] == shape):
             return result
-        reshape = torch.ops.aten.reshape.default
-        return self._add(reshape, (result, shape))
+        return self._add(torch.ops.aten.reshape.default, (result, shape))
 
     # ---- the call -------------------------------------------------------------------------------
 
@@ -160,31 +155,28 @@ class Rewriter:
             residual = self._led(residual, match.lead_residual)
         weight, bias = self._weight(match, match.weight)
         eps = 0.0 if candidate.norm is None else candidate.norm.eps
-        tensors = (x, residual, weight, eps)
-        mode: tuple[Any, ...] = (bias, candidate.numerics)
-        if not candidate.is_local:
-            mode = (*mode, comm_name)
+        args: list[Any] = [x, residual, weight, eps]
         name = "add_rms_norm" if candidate.is_local else "all_reduce_add_rms_norm"
-        args: tuple[Any, ...] = (*tensors, *mode)
         if candidate.quantization is not None:
             static = match.static_scale
-            scale = None if static is None else self._current(static)
-            kind = (candidate.quantization.kind, candidate.quantization.group_size)
             name += "_quant"
-            layout = (match.scale_layout, candidate.quantization.scale_format)
-            args = (*tensors, *kind, *layout, scale, True, *mode)
+            args += [candidate.quantization.kind, candidate.quantization.group_size]
+            args += [match.scale_layout, candidate.quantization.scale_format]
+            args += [None if static is None else self._current(static), True]
+        args += [bias, candidate.numerics, *([] if candidate.is_local else [comm_name])]
         if match.numbers:
             numbers = (tuple(match.numbers), tuple(match.numbers.values()))
             self._add(guards.check_values, numbers)
         op = getattr(torch.ops.allnorm, name).default
-        call = self._add(op, args, {**self._before_residual(match), **self._experts(match)})
+        kwargs = self._before_residual(match) | self._experts(match)
+        call = self._add(op, tuple(args), kwargs)
         last = candidate.served[-1].definers[0]
         if "stack_trace" in last.meta:
             call.meta["stack_trace"] = last.meta["stack_trace"]
         return call
 
     def _reduce(self, match: Match, comm_name: str) -> None:
-        """Replaces the reduction of a local match by allnorm's; the graph adds the bias to it."""
+        """Replaces the reduction of a local match by allnorm's."""
         reduction, values = match.candidate.reduction, self._values
         assert reduction.x is not None
         self._place = reduction.node.next
@@ -212,7 +204,7 @@ class Rewriter:
         return node
 
     def _before_residual(self, match: Match) -> dict[str, Any]:
-        """Returns the arguments for the post norm and scale that are not the default."""
+        """Returns the arguments for the post norm and the scale."""
         branch, found = match.candidate.branch, {}
         if branch.norm is not None:
             weight, bias = self._weight(match, match.post_weight)
@@ -274,14 +266,14 @@ class Rewriter:
         *,
         op: str = "call_function",
     ) -> Node:
-        """Adds a node for the match that is being applied; `_sort` moves it if necessary."""
+        """Adds a node at the place of the current match; `_sort` moves it if necessary."""
         with self._graph.inserting_before(self._place):
             node = self._graph.create_node(op, target, args, kwargs or {})
         self._describe(node)
         return node
 
     def _describe(self, node: Node) -> None:
-        """Gives a new node the kind of metadata that the other nodes have."""
+        """Gives a new node metadata if the other nodes have metadata."""
         mode = self._shapes.fake_mode
         if node.op != "get_attr":
             self._shapes.describe(node)
@@ -307,7 +299,7 @@ class Rewriter:
         self._replaced[node] = new
 
     def _answer(self, match: Match) -> None:
-        """Redirects shape and dtype queries on tensors that will be removed to an input."""
+        """Makes shape and dtype queries of tensors that will be removed query an input instead."""
         members = {*match.members, *match.dead, *match.served_nodes(self._values)}
         for value in match.candidate.values:
             for question, source in value.questions:

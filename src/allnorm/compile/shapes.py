@@ -1,4 +1,4 @@
-"""Shapes, dtypes, strides and shared memory of a graph's tensors, as far as they are known."""
+"""Finds shapes, dtypes, strides and shared memory of a graph's tensors, as far as possible."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _META_KEYS = ("val", "example_value")
 class Freedom(enum.Enum):
     """The sizes that may differ from those of real examples when a graph runs.
 
-    The pass tries them in this order. Last dimensions never differ. Graphs that were fused with
-    EQUAL, ROWS or NONE check their inputs.
+    The pass tries the values in this order. Last dimensions never differ. Graphs that were fused
+    with EQUAL, ROWS or NONE check their inputs.
 
     Attributes:
         DISTINCT: every size may differ.
@@ -53,7 +53,7 @@ class Shapes:
 
     Args:
         module: the graph; it is not changed.
-        reductions: its reductions, by node. They keep the shape, and need not run.
+        reductions: its reductions, by node. They are not run: the result has the shape of `x`.
         example_inputs: real or fake arguments of the graph, or None. Used only for nodes without
             metadata.
         freedom: the sizes that may differ from those of real examples.
@@ -62,7 +62,7 @@ class Shapes:
         meta_key: the key of the tensors in the nodes' metadata; None without metadata.
         fake_mode: the mode of the graph's fake tensors; None if there are none.
         examples: the arguments of the run; None if metadata was used instead.
-        assumed: the assumptions about sizes of real examples that may not hold for other sizes.
+        assumed: the assumptions about the sizes of real examples.
 
     Raises:
         ValueError: there are fewer example_inputs than the graph has inputs.
@@ -81,11 +81,10 @@ class Shapes:
         self.meta_key: str | None = None
         nodes = list(module.graph.nodes)
         for node in nodes:
-            for key in _META_KEYS:
-                if key in node.meta:
-                    self._known[node] = node.meta[key]
-                    self.meta_key = self.meta_key or key
-                    break
+            key = next((key for key in _META_KEYS if key in node.meta), None)
+            if key is not None:
+                self._known[node] = node.meta[key]
+                self.meta_key = self.meta_key or key
         if len(_modes(self._known.values())) > 1:
             # Fake tensors of different modes do not show which tensors share memory.
             inputs = [self._known.get(node) for node in nodes if node.op == "placeholder"]
@@ -102,14 +101,14 @@ class Shapes:
         self._storages = {node: storage_of(value) for node, value in self._known.items()}
 
     def add(self, node: Node, value: Any) -> None:
-        """Adds the value of a new node, in its metadata too if the other nodes have metadata."""
+        """Adds the value of a new node, also to its metadata if the other nodes have metadata."""
         self._known[node] = value
         self._storages[node] = storage_of(value)
         if self.meta_key is not None:
             node.meta[self.meta_key] = value
 
     def describe(self, node: Node) -> None:
-        """Adds the value of a new call, found by calling it with fake tensors."""
+        """Adds the value of a new call, by running it on fake tensors."""
         if self.fake_mode is None:
             return
         args, kwargs = map_arg((node.args, node.kwargs), self.any_of)
@@ -129,17 +128,17 @@ class Shapes:
 
     @property
     def env(self) -> ShapeEnv | None:
-        """The environment of the symbolic sizes of real examples; None without real examples."""
+        """The environment of the symbolic sizes; None without real examples."""
         return self.fake_mode.shape_env if self.has_real_examples and self.fake_mode else None
 
     def in_example(self, size: Any) -> int | None:
-        """Returns a size, or its value in real examples; None if there is no such number."""
+        """Returns a size, or the real examples' size if it is symbolic; None if unknown."""
         if static_size(size) is None and self.env is not None:
             return int(size.node.hint)
         return static_size(size)
 
     def fix(self, size: Any) -> None:
-        """Assumes a size of real examples; the graph checks it when it runs."""
+        """Assumes that a size is that of the real examples; the graph will check it."""
         if static_size(size) is None and self.env is not None:
             self.assumed.sizes = True
             int(size)  # adds a guard
@@ -159,7 +158,7 @@ class Shapes:
 
 
 class _Propagate(Interpreter):
-    """Runs a graph on fake tensors. Nodes that cannot run, and their users, stay unknown."""
+    """Runs a graph on fake tensors. Nodes that cannot run, and their users, get no value."""
 
     def __init__(
         self,
@@ -168,22 +167,17 @@ class _Propagate(Interpreter):
         reductions: dict[Node, Reduction],
         assumed: Assumed,
     ) -> None:
-        super().__init__(module, garbage_collect_values=False)  # finding last uses is slow
+        super().__init__(module, garbage_collect_values=False)  # garbage collection would be slow
         self._known = known
         self._reductions = reductions
         self._assumed = assumed
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def start(self, example_inputs: Sequence[Any], freedom: Freedom | None) -> None:
-        """Runs the graph.
-
-        Args:
-            example_inputs: its arguments.
-            freedom: the sizes that become symbols; None if the arguments are fake.
-        """
+        """Runs the graph. `freedom` are the sizes that become symbols; None for fake inputs."""
         if freedom is not None:
             self._assumed.sizes = freedom is not Freedom.DISTINCT
-            # Values that depend on data stay unknown, as they do without symbols.
+            # Values that depend on data get no symbols.
             env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
             self._mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
             fakes = [_free(self._mode, value, i, freedom) for i, value in enumerate(example_inputs)]
@@ -244,12 +238,11 @@ _UNKNOWN = object()
 class Assumed:
     """Assumptions about symbolic sizes that the graph's operators do not check themselves.
 
-    Sizes that must be compatible need no check: if they are not, the operator or a fused call
-    raises.
+    For example, operators check that sizes are compatible.
 
     Attributes:
-        sizes: whether shapes may differ from the recorded ones if a guard does not hold.
-        ones: whether shapes may differ if a size becomes 1 or is 1 only in the examples.
+        sizes: whether the graph must check the guards on sizes.
+        ones: whether the graph must check that no size becomes 1, or is 1 only in the examples.
     """
 
     sizes: bool = False
@@ -272,7 +265,7 @@ def _is_checked(guard: Any) -> bool:
     if relation == "==":
         divides = isinstance(guard.lhs, Mod) and guard.rhs == 0
         return divides or not (guard.lhs.is_number or guard.rhs.is_number)
-    if relation in (">", ">="):  # as a comparison of strides: that a size is not 1
+    if relation in (">", ">="):  # a comparison of strides: a size is not 1
         return bool(not guard.lhs.is_Add and guard.rhs <= 2 * guard.lhs.as_coeff_Mul()[0])
     return bool(relation == "!=")
 
@@ -281,7 +274,7 @@ def _free(mode: FakeTensorMode, value: Any, index: int, freedom: Freedom) -> Any
     """Returns a fake tensor for a real one, with symbols for the sizes that `freedom` allows."""
     if not isinstance(value, Tensor):
         return value
-    if is_traceable_wrapper_subclass(value):  # a DTensor, with which no site is fused
+    if is_traceable_wrapper_subclass(value):  # a DTensor, which no fused site uses
         return mode.from_tensor(value.detach(), static_shapes=True)
     kind = DimDynamic.DYNAMIC if freedom is Freedom.DISTINCT else DimDynamic.DUCK
     free = {Freedom.ROWS: 1, Freedom.NONE: 0}.get(freedom, value.dim() - 1)
@@ -309,7 +302,7 @@ def _modes(values: Iterable[Any]) -> set[FakeTensorMode]:
 
 
 def _fresh(values: Sequence[Any]) -> list[Any]:
-    """Returns fake tensors of one new mode that are like the given ones of several modes."""
+    """Returns fake tensors like the given ones, all of one new mode."""
     with FakeTensorMode():
         return [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -320,7 +313,7 @@ def _fresh(values: Sequence[Any]) -> list[Any]:
 
 
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
-    """Returns the mode of the first fake tensor; the tracer's current mode may be different."""
+    """Returns the mode of the first fake tensor, or None."""
     for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode
@@ -349,7 +342,7 @@ def leads_to(shape: Sequence[Any], longer: Sequence[Any]) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors certainly have the same shape and, where it matters, strides."""
+    """Returns whether two tensors certainly have the same shape, and strides except for size 1."""
     sizes = zip(a.shape, a.stride(), b.stride(), strict=False)
     return same_shape(a.shape, b.shape) and all(
         static_size(size) == 1 or statically_known_true(i == j) for size, i, j in sizes

@@ -1,15 +1,17 @@
 """Finds the expression that each tensor of a functional graph holds, and the nodes that read it.
 
-If a graph could not be made functional, the memory that it writes is known and nothing that uses
-this memory is fused, so the expressions of such tensors are never used.
+If a graph could not be made functional, `Context.written` lists the memory that it writes. Tensors
+in this memory may have wrong expressions, but nothing that uses this memory is fused.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -17,20 +19,20 @@ from allnorm.compile.decompose import Decompositions
 from allnorm.compile.evaluate import Evaluator
 from allnorm.compile.expressions import Algebra, Value
 from allnorm.compile.reductions import Reduction
-from allnorm.compile.shapes import Shapes
+from allnorm.compile.shapes import Shapes, leads_to, same_shape
 from allnorm.compile.vocabulary import asks_only, checks_inputs, is_pure, operation, written
 
 
 @dataclass(frozen=True)
 class Context:
-    """Properties of the given graph.
+    """Properties of the graph that the caller passed, before it was made functional.
 
     Attributes:
         makers: by node of the functional graph, the given graph's node that it was recorded for.
         in_place: in-place reductions of the given graph.
         differentiated: nodes of the given graph that need a gradient.
-        written: by memory, a text that names the node that writes to it; only for graphs that could
-            not be made functional.
+        written: by memory, a text that names the node that writes to it; empty for functional
+            graphs.
     """
 
     makers: Mapping[Node, Node] = field(default_factory=dict)
@@ -51,8 +53,6 @@ class Values:
 
     Attributes:
         algebra: all expressions.
-        shapes: the graph's shapes.
-        context: properties of the given graph.
         position: by node, its index in the graph.
         held: by node, the expression that its tensor holds.
         reduced: by reduction, the expression of its sum over ranks.
@@ -86,7 +86,7 @@ class Values:
     # ---- queries of the matcher -----------------------------------------------------------------
 
     def maker_of(self, node: Node) -> Node:
-        """Returns the given graph's node that a node was recorded for."""
+        """Returns the given graph's node that a node was recorded for, or else the node itself."""
         return self.context.makers.get(node, node)
 
     def name_of(self, node: Node) -> str:
@@ -94,7 +94,7 @@ class Values:
         return self.maker_of(node).name
 
     def was_in_place(self, reduction: Node) -> bool:
-        """Returns whether a reduction stored its result in its argument."""
+        """Returns whether a reduction of the given graph stores its result in its argument."""
         return self.maker_of(reduction) in self.context.in_place
 
     def results_of(self, node: Node) -> tuple[Value, ...]:
@@ -105,11 +105,11 @@ class Values:
         return value.args if value.op == "tuple" else (value,)
 
     def computed_by(self, value: Value) -> list[Node]:
-        """Returns the nodes that compute `value` or return it in the same memory; no copies."""
+        """Returns the nodes that compute `value`, and views of their results, but no copies."""
         return [node for node in value.definers if node not in self._copies]
 
     def made_by(self, value: Value) -> list[Node]:
-        """Returns the nodes that compute `value` in memory of their own; no views."""
+        """Returns the nodes that compute `value`, without copies and views."""
 
         def is_view(node: Node) -> bool:
             memory = self.shapes.storage(node)
@@ -134,12 +134,33 @@ class Values:
         return found
 
     def is_used(self, value: Value) -> bool:
-        """Returns whether nodes that matter read a value, other than those that hold it."""
+        """Returns whether live nodes read a value, other than those that hold it."""
         return any(node in self.live for node, _ in value.readers if node not in value.holders)
+
+    def holder(
+        self,
+        value: Value,
+        shape: Sequence[Any],
+        dtype: torch.dtype | None,
+        device: torch.device,
+        *,
+        led: bool = False,
+    ) -> Node | None:
+        """Returns a node whose tensor holds `value` in this shape, dtype and device, or None.
+
+        With `led`, leading dimensions of size 1 must be missing.
+        """
+        for node in value.holders:
+            tensor = self.shapes.of(node)
+            if tensor is None or (tensor.dtype, tensor.device) != (dtype, device):
+                continue
+            if (leads_to if led else same_shape)(tensor.shape, shape) and node not in self.pending:
+                return node
+        return None
 
     @functools.cached_property
     def ordered(self) -> dict[Node, int]:
-        """The nodes that must keep their order: they have effects, or use written memory."""
+        """The nodes that have effects or use written memory, and so must keep their order."""
         found: dict[Node, int] = {}
         for node in self.position:
             if node.op in ("placeholder", "get_attr", "output") or node in self.reduced:
@@ -182,7 +203,7 @@ class Values:
                 inner.definers.append(node)
 
     def _only_copies(self, node: Node, value: Value) -> bool:
-        """Returns whether a node only copies an input."""
+        """Returns whether a node only copies its input to new memory."""
         if operation(node) not in ("same", "cast", "dropout") or not node.all_input_nodes:
             return False
         source = node.all_input_nodes[0]
@@ -223,7 +244,7 @@ class Values:
 
 
 def memories(node: Node, shapes: Shapes) -> set[object]:
-    """Returns the memory of a tensor; if it is unknown, of all tensors that it may be a view of."""
+    """Returns the memory of a tensor. If that is unknown, adds the memory of its possible bases."""
     pending, found = [node], set()
     for one in pending:
         found.add(shapes.storage(one))
