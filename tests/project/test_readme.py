@@ -67,6 +67,42 @@ def test_links(link: str) -> None:
     assert (ROOT / link).exists()
 
 
+SUPPORT = {
+    line.split("|")[1].strip(" []").split("]")[0]: line
+    for line in (ROOT / "docs" / "support.md").read_text().splitlines()
+    if line.startswith("| ")
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/vllm.md", "docs/sglang.md"])
+@pytest.mark.parametrize(
+    ("engine", "version"), [("vLLM", r"\b0\.\d\d\b(?!\.)"), ("SGLang", r"\b0\.5\.\d+")]
+)
+def test_pages_name_the_versions_that_are_supported(page: str, engine: str, version: str) -> None:
+    supported = set(re.findall(version, SUPPORT[engine]))
+    text = (ROOT / page).read_text()
+    named = {
+        found
+        for sentence in re.findall(rf"^.*{engine}[^.|:\n]*\d.*$", text, re.MULTILINE)
+        for found in re.findall(
+            rf"{engine}\W*(?:{version})(?:\W+(?:and|or)?\W*{version})*", sentence
+        )
+        for found in re.findall(version, found)
+    }
+    assert named <= supported
+    if page in ("README.md", "docs/usage.md"):
+        assert named == supported
+
+
+def test_the_readme_names_the_versions_of_torch_that_are_supported() -> None:
+    supported = [
+        tuple(map(int, each.split("."))) for each in re.findall(r"2\.\d+", SUPPORT["torch"])
+    ]
+    least, most = re.findall(r"torch (2\.\d+) to (2\.\d+)", README)[0]
+    assert f"{min(supported)[0]}.{min(supported)[1]}" == least
+    assert f"{max(supported)[0]}.{max(supported)[1]}" == most
+
+
 GUIDES = (
     *("vllm", "sglang", "transformers", "compile", "fp8", "boundaries", "islands", "tuning"),
     *("trace", "e2e", "containers", "peer-access", "troubleshooting"),
