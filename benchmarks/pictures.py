@@ -97,10 +97,17 @@ PRODUCT_PANELS = {
     "product": ("beyond_empty_us", "right after a GEMM", "us in excess of an empty kernel"),
 }
 
-# Panel title to rows of benchmarks/engines/vllm_latency.py.
+# Panel title to rows of benchmarks/engines/vllm_latency.py, and labels of the arms. When the older
+# rows were measured, FlashInfer was not installed: "default" is vLLM without its fusion.
 ENGINES = {
-    "Llama 3.1 8B, two H200s": Source("h200x2-vllm-8b.jsonl", "2617b13"),
-    "Llama 3.1 70B, four H200s": Source("h200x4-vllm-70b.jsonl", "790f543"),
+    "Llama 3.1 8B, two H200s": (
+        Source("h200x2-vllm-8b-installed.jsonl", "f0f02a6"),
+        {"unfused": "vLLM without its fusion", "default": "vLLM as installed"},
+    ),
+    "Llama 3.1 70B, four H200s, older kernels": (
+        Source("h200x4-vllm-70b.jsonl", "790f543"),
+        {"default": "vLLM without its fusion"},
+    ),
 }
 
 
@@ -264,16 +271,17 @@ def link_times(rows: dict[int, Row]) -> dict[int, float]:
 
 def engines(figure: Figure, theme: Theme) -> None:
     """Draws bars of vLLM's time per output token, with the time that allnorm saves."""
-    arms = {"nccl": "NCCL", "default": "vLLM's defaults", "allnorm": "with allnorm"}
-    colors = {"nccl": COLORS["NCCL"], "default": COLORS["vLLM"], "allnorm": theme.own}
-    for index, (title, source) in enumerate(ENGINES.items()):
+    colors = {"vLLM without its fusion": COLORS["NCCL"], "vLLM as installed": COLORS["vLLM"]}
+    for index, (title, (source, others)) in reversed([*enumerate(ENGINES.items())]):
         axes = figure.add_subplot(1, len(ENGINES), index + 1)
+        arms = {**others, "allnorm": "with allnorm"}
         times = engine_times(source)
         batches = sorted(times["allnorm"])
         for number, (arm, label) in enumerate(arms.items()):
-            places = [place + (number - 1) * 0.27 for place in range(len(batches))]
+            middle = (len(arms) - 1) / 2
+            places = [place + (number - middle) * 0.27 for place in range(len(batches))]
             heights = [times[arm][batch] for batch in batches]
-            axes.bar(places, heights, 0.25, color=colors[arm], label=label)
+            axes.bar(places, heights, 0.25, color=colors.get(label, theme.own), label=label)
             if arm == "allnorm":
                 look = {"ha": "center", "va": "top", "rotation": 90, "color": "white"}
                 for place, height, batch in zip(places, heights, batches, strict=True):
@@ -283,9 +291,9 @@ def engines(figure: Figure, theme: Theme) -> None:
         axes.set_xlabel("sequences in the batch")
         axes.set_title(title)
         axes.margins(y=0.12)
-    figure.axes[0].set_ylabel("ms per output token")
+    figure.axes[-1].set_ylabel("ms per output token")
     legend(figure)
-    figure.suptitle("vLLM 0.26: time per output token, bf16", fontsize="large")
+    figure.suptitle("vLLM 0.26: time per output token, bf16, no NVLink multicast", fontsize="large")
 
 
 def idea(figure: Figure, theme: Theme) -> None:

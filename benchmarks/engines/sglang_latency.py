@@ -9,12 +9,12 @@ process.
 
 DIR must have a config.json; weights are not read. Arms:
 
-    default   SGLang without plugins: its custom all-reduce, then separate norms
+    default   SGLang as installed, with its fusion: FlashInfer's kernel, without NVLink multicast
+    unfused   SGLang without that fusion
+    nccl      like unfused, with reductions by NCCL
     allnorm   SGLang with this package's plugin
-    nccl      like default, with reductions by NCCL
 
-FlashInfer's fusion is disabled in the other arms, because SGLang's own choice may be kernels that
-use NVLink multicast.
+The backend of the fusion is always `trtllm`: others may use NVLink multicast.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any
 import latency
 import sglang_worker
 
-ARMS = ("default", "allnorm", "nccl")
+ARMS = ("default", "unfused", "nccl", "allnorm")
 PACKAGES = ("sglang", "sglang-kernel", "torch", "allnorm", "flashinfer-python")
 _TRACED_TOKENS = 5
 
 
 def arguments() -> argparse.Namespace:
-    parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,allnorm,nccl")
+    parser = latency.parser(__doc__.split("\n\n")[0], ARMS, "default,unfused,allnorm")
     parser.add_argument("--attention", default="triton", help="SGLang's attention backend")
     return parser.parse_args()
 
@@ -65,7 +65,8 @@ class Engine:
             "random_seed": 0,
             "tp_size": options.tp,
             "disable_custom_all_reduce": options.arm == "nccl",
-            "enforce_disable_flashinfer_allreduce_fusion": options.arm != "allnorm",
+            "enforce_disable_flashinfer_allreduce_fusion": options.arm in ("unfused", "nccl"),
+            "flashinfer_allreduce_fusion_backend": "trtllm",
             "attention_backend": options.attention,
             "sampling_backend": "pytorch",
             "disable_radix_cache": True,

@@ -55,11 +55,19 @@ def test_charts_of_both_modes_are_medians_of_processes(pictures: ModuleType) -> 
         assert product["allnorm"][16] == sorted(of_arm)[2]
 
 
-def test_bars_are_of_three_ways_and_four_batches(pictures: ModuleType) -> None:
-    for source in pictures.ENGINES.values():
+def test_bars_are_of_four_batches_each(pictures: ModuleType) -> None:
+    for source, labels in pictures.ENGINES.values():
         times = pictures.engine_times(source)
-        assert times.keys() == {"default", "allnorm", "nccl"}
+        assert times.keys() >= {"allnorm", *labels}
         assert all(len(of) == 4 for of in times.values())
+
+
+def test_bars_name_what_vllm_ran(pictures: ModuleType) -> None:
+    for source, labels in pictures.ENGINES.values():
+        for row in pictures.of_commit(source):
+            if row["kind"] == "engine" and row["arm"] in labels:
+                fused = row["facts"]["fuse_allreduce_rms"]
+                assert fused == (labels[row["arm"]] == "vLLM as installed")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/performance.md"])
