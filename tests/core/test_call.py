@@ -1,4 +1,4 @@
-"""The description of a call: one list of fields, wherever it stands."""
+"""The description of a call: all interfaces have the same fields."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUANTS: tuple[Any, ...] = (
 
 
 def test_a_runner_takes_the_fields_of_a_call() -> None:
-    """With the same defaults; in the order in which csrc/python looks for keywords."""
+    """Fields have the same defaults, and the order in which csrc/python looks for keywords."""
     taken = list(inspect.signature(Runner.call).parameters.values())[1:]
     fields = list(inspect.signature(Call).parameters.values())
     assert [(p.name, p.default, p.kind) for p in taken] == [
@@ -49,7 +49,7 @@ def test_a_runner_takes_the_fields_of_a_call() -> None:
 
 
 def test_every_tensor_of_a_call_is_known_by_name() -> None:
-    """PARTS, the properties of a Call and its tensors name the same ones."""
+    """PARTS, INPUTS, MEMORY and the properties of a Call name the same tensors."""
     kinds = [(kind, parts) for kinds in PARTS.values() for kind, parts in kinds.items()]
     inner = {place for _, parts in kinds for place in parts.values() if place is not None}
     assert inner | {"residual", "weight", *MEMORY} == {*INPUTS, *MEMORY}
@@ -64,8 +64,8 @@ def test_every_tensor_of_a_call_is_known_by_name() -> None:
                     assert getattr(call, place) is getattr(value, attribute), place
 
 
-def test_constants_tell_calls_apart() -> None:
-    """Every field that is no tensor changes the constants; a tensor changes none."""
+def test_constants_distinguish_calls() -> None:
+    """Constants depend on every field that is not a tensor, and on no tensor."""
     base: dict[str, Any] = {"op": "all_reduce_add_rms_norm_quant", "source": X}
     changes: tuple[dict[str, Any], ...] = (
         *({"quant": quant} for quant in QUANTS),

@@ -1,4 +1,4 @@
-"""Every bit of every kind of call: the table of corners, and random calls of everything."""
+"""Compares all bits of all kinds of calls: the table of corner cases, and random calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _pieces(c: Any, case: Case) -> int:
 
 
 def corners() -> list[Any]:
-    """A test for each corner and world size, named after both."""
+    """Returns the parameters of a test per corner and world size."""
     return [
         pytest.param(
             (kind, size),
@@ -86,7 +86,7 @@ def random_cases(rng: random.Random, islands: Any = None, widths: Any = (*WIDTHS
 
 
 def check_random(rank: int, world_size: int, count: int, seed: int, islands: Any) -> None:
-    """Without a barrier between the calls; each rank pauses at times of its own."""
+    """Runs random calls without barriers; each rank pauses at different times."""
     c = comm(islands="auto" if islands is None else islands)
     cases, own = random_cases(random.Random(seed), islands), random.Random(rank)
 
@@ -126,13 +126,13 @@ def check_drawn(rank: int, world_size: int, case: Case) -> list[str]:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(rng=st.randoms(), width=st.integers(1, 700))
-def test_a_call_that_fails_is_made_small(pools: Pools, rng: random.Random, width: int) -> None:
-    """Hypothesis draws what the generator draws, and shrinks it."""
+def test_failing_calls_are_shrunk(pools: Pools, rng: random.Random, width: int) -> None:
+    """Hypothesis draws calls by the generator, and shrinks those that fail."""
     case = random_cases(rng, widths=(width,)).draw_any()
     assert pools.get("cpu", 2).run(check_drawn, case) == [[], []]
 
 
-# ---- what no single call shows -------------------------------------------------------------------
+# ---- properties of several calls -----------------------------------------------------------------
 
 
 def rows_alone(rank: int, world_size: int, case: Case) -> None:
@@ -169,7 +169,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(pool: RankPool) -> None:
 @on(cpu=(2, 3), gpu=(2, 8))
 @pytest.mark.parametrize("first_op", [2**31 - 9, 2**32 - 9])
 def test_operation_counter_wraps(rank: int, world_size: int, first_op: int) -> None:
-    """Signed comparison changes sign at 2**31, the number itself at 2**32."""
+    """Signed comparisons overflow at 2**31, the number itself wraps at 2**32."""
     c = comm(first_op=first_op)
     cases = [Case((3, 256), algorithm=name, call=n) for n in range(12) for name in AUTO[1:3]]
     assert_right(*run_cases(c, cases))

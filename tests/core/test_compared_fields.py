@@ -1,6 +1,6 @@
-"""One rank alone changes one field of its call: an error on every rank, or right results.
+"""One rank changes a field of its call: every rank raises an error, or results are right.
 
-`TOGGLES` has changes of every field of a Call; what ranks compare is generated from the C call.
+`TOGGLES` changes every field of a Call. The fields that ranks compare are those of the C call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from limits import HANG_SECONDS
 from rank_helpers import Case, Experts, device, on
 
@@ -34,13 +35,13 @@ ALONE, PAIRS = ((0,), (1,)), ((0, 1), (2, 3))
 
 
 class Toggle(NamedTuple):
-    """A call of which one rank changes something.
+    """A change of a call on the last rank.
 
     Attributes:
-        text: the field in the error of every rank; empty if results must be right.
-        base: changes of a Case, on all ranks.
-        change: further ones, on the last rank.
-        more: of the last rank, arguments of the method.
+        text: what every rank's error must contain; empty if results must be right.
+        base: changed fields of the Case on all ranks.
+        change: further changed fields on the last rank.
+        more: returns further arguments of the method on the last rank.
     """
 
     text: str
@@ -50,7 +51,7 @@ class Toggle(NamedTuple):
 
 
 def memory_for(number: int, name: str) -> Callable[[Case, allnorm.Communicator], dict[str, Any]]:
-    """Returns memory as a result of that number has, for the argument of that name."""
+    """Returns memory like that of result `number`, as the argument `name`."""
 
     def made(case: Case, c: allnorm.Communicator) -> dict[str, Any]:
         want = case.expected(c.world_size, c.islands)[number]
@@ -144,7 +145,7 @@ TOGGLES: dict[str, list[Toggle]] = {
         Toggle("layout of the scales is", {"quant": ROWS}, {"quant": MX}),
         Toggle("layout of the scales is", {"quant": NV}, {"quant": NV_ROWS}),
         Toggle("layout of the scales is", {"quant": NV_ROWS}, {"quant": NV}),
-        # The memory of scales lies otherwise, of which the values and the shape are the same.
+        # Only the layout of the scales in memory differs, not their shape and values.
         Toggle("", GROUPS, {"quant": allnorm.Fp8PerGroup(32, "column_major")}),
         Toggle("", GROUPS, {"quant": allnorm.Fp8PerGroup(32, "column_major_tma")}),
     ],
@@ -172,13 +173,13 @@ OTHERS_OVER_ISLANDS = {"unfused": ("hierarchical", "unfused"), "hierarchical": (
 
 
 def test_every_field_of_a_call_is_toggled() -> None:
-    """Of what has parts, every part."""
+    """Every part counts if an argument has parts."""
     parts = {*INPUTS, "experts", "post_eps", "post_weight_bias"}
     assert set(TOGGLES) == {*KEYWORDS, *parts} - {"source", "post_norm"}
 
 
 def calls_of(field: str, toggle: Toggle, base: Case, last: bool, c: allnorm.Communicator) -> Any:
-    """This rank's case and further arguments; None if there is no such call."""
+    """Returns this rank's case and further arguments; None if the toggle does not apply."""
     case = base.but(**toggle.base)
     if field == "algorithm":
         others = OTHERS if len(c.islands) == 1 else OTHERS_OVER_ISLANDS
@@ -196,7 +197,11 @@ def calls_of(field: str, toggle: Toggle, base: Case, last: bool, c: allnorm.Comm
 def diverge(
     rank: int, world_size: int, field: str, algorithm: str, sharded: bool, islands: Any
 ) -> list[str | None]:
-    """Makes the calls of every toggle of a field; returns what each ended with."""
+    """Runs every toggle of a field.
+
+    Returns:
+        Per toggle an error message, "results", or None if it does not apply.
+    """
     last = world_size - 1
     base = Case(SHAPE, algorithm=algorithm, sharded=sharded)
     outcomes: list[str | None] = []
@@ -208,7 +213,7 @@ def diverge(
                 continue
             case, more = mine
             if field == "num_tokens" and algorithm == "one_shot":
-                outcomes.append(None)  # it gathers no rows
+                outcomes.append(None)  # one_shot gathers no rows
                 continue
             if field == "num_tokens":
                 num_tokens = SHAPE[0] + (rank == last)
@@ -247,14 +252,16 @@ def assert_compared(field: str, found: list[list[str | None]]) -> None:
         for text in outcomes:
             assert text is not None
             assert (toggle.text or "results") in text, (toggle, outcomes)
-            assert f" of {len(found)}x{2 * channel.WORDS} " not in text, "the channel's own call"
+            assert f" of {len(found)}x{2 * channel.WORDS} " not in text, "names the channel's call"
 
 
 @on(cpu=(2,))
 @pytest.mark.parametrize("field", TOGGLES)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "unfused"])
-def test_a_field_of_one_rank(pool: RankPool, algorithm: str, sharded: bool, field: str) -> None:
+def test_a_field_changed_by_one_rank(
+    pool: RankPool, algorithm: str, sharded: bool, field: str
+) -> None:
     if sharded and algorithm == "one_shot":
         pytest.skip("a sharded residual goes by two_shot")
     assert_compared(field, pool.run(diverge, field, algorithm, sharded, "auto"))
@@ -263,44 +270,37 @@ def test_a_field_of_one_rank(pool: RankPool, algorithm: str, sharded: bool, fiel
 @on(cpu=(2, 4))
 @pytest.mark.parametrize("field", TOGGLES)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-def test_a_field_of_one_rank_over_islands(pool: RankPool, sharded: bool, field: str) -> None:
+def test_a_field_changed_by_one_rank_over_islands(
+    pool: RankPool, sharded: bool, field: str
+) -> None:
     islands = ALONE if pool.world_size == 2 else PAIRS
     for algorithm in ("hierarchical",) if pool.world_size == 4 else ("hierarchical", "unfused"):
         assert_compared(field, pool.run(diverge, field, algorithm, sharded, islands))
 
 
-def take_for_rows(rank: int, world_size: int) -> str:
-    """The last rank gathers rows of the shape in which the others announce an unfused call."""
+@on(cpu=(2, 3))
+def test_an_announcement_is_not_mistaken_for_rows(rank: int, world_size: int) -> None:
+    """The last rank gathers rows that have the shape of an announcement."""
     with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
         rows, x = torch.ones(1, 2 * channel.WORDS), torch.ones(8, 64)
         gather = rank == world_size - 1
         with pytest.raises(allnorm.PeerDivergedError) as caught:
             c.all_gather_rows(rows, world_size) if gather else c.all_reduce(x, algorithm="unfused")
-    return str(caught.value)
-
-
-@on(cpu=(2, 3))
-def test_an_announcement_is_not_taken_for_rows(pool: RankPool) -> None:
-    for text in pool.run(take_for_rows):
-        assert "op is " in text
-        assert "all_reduce of 8x64 float32 by unfused" in text
-        assert f"all_gather_rows of {pool.world_size}x{2 * channel.WORDS} float32" in text
-
-
-def wait_for_peer(rank: int, world_size: int) -> str:
-    """The first rank waits for a call that no other makes."""
-    with allnorm.Communicator(device=device(), timeout=1 if rank == 0 else TIMEOUT) as c:
-        if rank:
-            return ""
-        with pytest.raises(allnorm.PeerTimeoutError) as caught:
-            c.all_reduce(torch.ones(8, 64), algorithm="unfused")
-    return str(caught.value)
+    text = str(caught.value)
+    assert "op is " in text
+    assert "all_reduce of 8x64 float32 by unfused" in text
+    assert f"all_gather_rows of {world_size}x{2 * channel.WORDS} float32" in text
 
 
 @on(cpu=(2,))
-def test_a_wait_names_the_call_and_not_that_of_the_channel(pool: RankPool) -> None:
-    text = pool.run(wait_for_peer)[0]
-    assert "Expected operation 0: all_reduce of 8x64 float32 by unfused" in text
+def test_a_timeout_names_the_call_and_not_that_of_the_channel(rank: int, world_size: int) -> None:
+    with allnorm.Communicator(device=device(), timeout=1) as c:
+        if rank == 0:
+            with pytest.raises(allnorm.PeerTimeoutError) as caught:
+                c.all_reduce(torch.ones(8, 64), algorithm="unfused")
+            expected = "Expected operation 0: all_reduce of 8x64 float32 by unfused"
+            assert expected in str(caught.value)
+        dist.barrier()
 
 
 # ---- Announcements -------------------------------------------------------------------------------
@@ -316,14 +316,14 @@ def announced(**changes: Any) -> Announcement:
 
 def test_every_field_of_the_c_call_is_compared_or_local() -> None:
     fields = [name for name, *_ in _native.Call._fields_]
-    assert set(announcement.LOCAL) <= set(fields), "of a field that is gone"
+    assert set(announcement.LOCAL) <= set(fields), "a field that no longer exists is listed"
     assert tuple(n for n in fields if n not in announcement.LOCAL) == announcement.FIELDS
     assert channel.WORDS == len(announcement.FIELDS) == len(announced().words)
     assert set(announcement.FIELDS) >= {"op", "flags", "eps", "residual", "out", "post_weight"}
 
 
-def test_a_field_that_is_added_is_compared() -> None:
-    """Without a word about it in the module."""
+def test_a_new_field_is_compared() -> None:
+    """The module `announcement` need not be changed for it."""
     script = (
         "import ctypes\n"
         "from allnorm.core import _native\n"
@@ -339,7 +339,7 @@ def test_a_field_that_is_added_is_compared() -> None:
 
 @pytest.mark.parametrize("field", announcement.FIELDS)
 def test_a_differing_word_is_named(field: str) -> None:
-    """By its name in errors, or, should it have none, by that of the C call."""
+    """Errors name a field, by its name in C if it has no other."""
     mine = announced()
     changed = list(mine.words)
     place = announcement.FIELDS.index(field)

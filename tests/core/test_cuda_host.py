@@ -1,4 +1,4 @@
-"""Python's part of the CUDA host side, without a GPU: broken communicators, streams, graphs."""
+"""The Python host code of CUDA, without a GPU: failed communicators, streams, graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from allnorm.errors import AllnormError, PeerDivergedError
 
 
 class Library:
-    """Stands for the native library."""
+    """A replacement of the native library."""
 
     def __init__(self, status: int = _native.OK) -> None:
         self.status = status
@@ -42,7 +42,7 @@ class Library:
 
 
 def endpoint(library: Library, workspace: Any = None) -> Endpoint:
-    """One that is all there, but for what it would make calls with."""
+    """Returns an endpoint without a working dispatcher."""
     opened = Opened(
         *("0", 1, "0/0", lambda: None, 0, 2),
         *(torch.device("cuda", 0), datetime.timedelta(seconds=1)),
@@ -52,13 +52,13 @@ def endpoint(library: Library, workspace: Any = None) -> Endpoint:
         return Endpoint(opened, mock.Mock())
 
 
-def test_check_says_that_a_launch_failed() -> None:
+def test_check_reports_a_failed_launch() -> None:
     with pytest.raises(AllnormError, match="could not make a call: launching"):
         endpoint(Library(_native.SYSTEM)).check()
     endpoint(Library()).check()
 
 
-def test_peers_say_who_could_not_launch() -> None:
+def test_peers_name_the_rank_that_could_not_launch() -> None:
     fault = _native.Fault(
         status=_native.DIVERGED,
         rank=0,
@@ -80,7 +80,7 @@ def test_peers_say_who_could_not_launch() -> None:
 def test_streams_of_torch_last(
     monkeypatch: pytest.MonkeyPatch, stream_id: int, lasts: bool
 ) -> None:
-    """An external stream has no other id than its handle, and whoever made it may destroy it."""
+    """The ID of an external stream is its handle, and its creator may destroy it."""
     current = SimpleNamespace(cuda_stream=0x7F00, stream_id=stream_id)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     library = Library()
@@ -88,7 +88,7 @@ def test_streams_of_torch_last(
     made._note_stream(0x7F00)
     assert library.lasting == ([0x7F00] if lasts else [])
     assert made._streams == {None, 0x7F00}
-    # Not the stream of the call: another thread's, or one that the caller named.
+    # This is not the current stream, so nothing is known about its lifetime.
     made._note_stream(0x9900)
     assert library.lasting == ([0x7F00] if lasts else [])
 

@@ -1,4 +1,4 @@
-"""What a call costs the host: no memory but its results, no waiting for the device."""
+"""The host cost of a call: it allocates only its results and does not wait for the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rank_helpers import Case, comm, on
 import allnorm
 from allnorm.core import fast_call
 
-# Kinds of calls, and how many results each makes.
+# Kinds of calls with their numbers of results.
 KINDS = (
     (Case(shape=(8, 4096), algorithm="one_shot"), 2),
     (Case(shape=(8, 4096), algorithm="two_shot"), 2),
@@ -31,7 +31,10 @@ KINDS = (
 
 
 def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
-    """Of every kind, each made before."""
+    """Returns a function per kind of call, its number of results, and its case.
+
+    All calls are prepared.
+    """
     c = comm()
     found: list[tuple[Callable[[], Any], int, Case]] = []
     for case, results in KINDS:
@@ -51,10 +54,10 @@ def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
 
 @on(cpu=(2,), gpu=(2,))
 def test_no_operators(rank: int, world_size: int) -> None:
-    """A call runs no operator of torch, but to make results where there is no faster way."""
+    """A call runs only operators of torch that make results, where there is no faster way."""
     makes = {"aten::empty_strided", "aten::as_strided"}
     for call, results, case in calls(rank):
-        # Not a dispatch mode: under one a call is an operator, which the mode may want to see.
+        # A dispatch mode would change the call: under one, it is an operator that the mode sees.
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             call()
         names = [event.name for event in profile.events() if "::" in event.name]
@@ -68,7 +71,7 @@ def test_no_operators(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 def test_no_memory_but_results(rank: int, world_size: int) -> None:
     for call, results, case in calls(rank):
-        # Of repeated calls tests/core/fast_call_alone.py counts them.
+        # tests/core/fast_call_alone.py counts results of calls that C dispatches.
         with (
             fast_call.watched(),
             mock.patch.object(torch, "empty_strided", wraps=torch.empty_strided) as made,
@@ -88,10 +91,10 @@ def test_no_device_memory_but_results(rank: int, world_size: int) -> None:
         del kept
 
 
-@pytest.mark.own_gpus  # gloo, which stands for NCCL otherwise, waits for the device
+@pytest.mark.own_gpus  # on shared GPUs, gloo replaces NCCL, and gloo waits for the device
 @on(gpu=(2,))
 def test_no_synchronization(rank: int, world_size: int) -> None:
-    """Calls return while the device is still busy with what was enqueued before them."""
+    """Calls return while the device is still busy with earlier work."""
     pairs = calls(rank)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

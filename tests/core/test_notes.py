@@ -1,4 +1,4 @@
-"""The record of who waits for whom, and turns under signal handlers: without ranks."""
+"""Notes of ranks that wait for each other, and turns in signal handlers, without processes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from allnorm.core.notes import DIED, INTERRUPTED, LATE, LEFT, Cause
 
 
 def make(count: int) -> tuple[list[notes.SharedNotes], Any]:
-    """The notes of some ranks in memory of this process."""
+    """Returns the notes of `count` ranks in memory of this process."""
     memory = (ctypes.c_char * (notes.NOTE_BYTES * count))()
     start = ctypes.addressof(memory)
     addresses = [start + rank * notes.NOTE_BYTES for rank in range(count)]
     return [notes.SharedNotes(addresses, rank) for rank in range(count)], memory
 
 
-def nobody(rank: int) -> bool:
+def stuck(rank: int) -> Cause:
+    return Cause(rank, LATE, "stands still within it")
+
+
+def no_rank(rank: int) -> bool:
     return False
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_does_not_wait() -> None:
-    """Ranks 2 and 3 wait for 0, which waits for 1, which stands still between two waits."""
+    """Ranks 2 and 3 wait for 0, which waits for 1, which has stopped between two waits."""
     ranks, _memory = make(4)
     for one in ranks:
         one.enter((0, 1, 2, 3))
@@ -42,22 +46,22 @@ def test_a_chain_of_waits_ends_at_the_rank_that_does_not_wait() -> None:
         ranks[rank].enter((0, 2) if rank == 2 else (1, 3))
     ranks[2].enter((0, 1, 2, 3))
     for rank in (0, 2, 3):
-        found = ranks[rank].settle(nobody)
+        found = ranks[rank].settle(no_rank)
         assert found is not None
         assert (found.rank, found.kind) == (1, LATE)
-        assert ranks[rank].find(nobody) is None, "nothing is certain"
+        assert ranks[rank].find(no_rank) is None, "no cause is certain"
 
 
 def test_causes_are_found_through_ranks_that_wait() -> None:
     ranks, _memory = make(3)
     ranks[2].post(Cause(2, INTERRUPTED, "Stop"))
-    ranks[2].post(Cause(0, LATE))  # the first stays
+    ranks[2].post(Cause(0, LATE))  # does not replace the first cause
     ranks[1].enter((1, 2))
     ranks[0].enter((0, 1))
     ranks[0].leave()
     ranks[0].enter((0, 1))
-    assert ranks[0].find(nobody) == Cause(2, INTERRUPTED, "Stop")
-    assert ranks[1].find(nobody) == Cause(2, INTERRUPTED, "Stop")
+    assert ranks[0].find(no_rank) == Cause(2, INTERRUPTED, "Stop")
+    assert ranks[1].find(no_rank) == Cause(2, INTERRUPTED, "Stop")
     assert ranks[1].first() == Cause(2, INTERRUPTED, "Stop")
 
 
@@ -67,27 +71,27 @@ def test_a_rank_that_has_done_its_part_may_leave() -> None:
         one.enter((0, 1, 2))
     ranks[1].leave()
     ranks[1].post(Cause(1, LEFT))
-    assert ranks[0].find(nobody) is None
+    assert ranks[0].find(no_rank) is None
     assert ranks[0].first() is None
     assert ranks[0].find(lambda rank: rank == 1) is None
     assert ranks[0].find(lambda rank: rank == 2) == Cause(2, DIED)
     ranks[0].leave()
     ranks[0].enter((0, 1))
-    assert ranks[0].find(nobody) == Cause(1, LEFT)
+    assert ranks[0].find(no_rank) == Cause(1, LEFT)
 
 
 class Machine:
-    """Ranks in a simulated time, in which those that wait store the time ten times a second.
+    """Ranks with a simulated clock. A rank that waits stores the time ten times a second.
 
     Args:
-        ranks: their notes.
-        patch: puts this clock in place of the real one.
+        ranks: notes of the ranks.
+        patch: replaces the real clock by this one.
     """
 
     def __init__(self, ranks: list[notes.SharedNotes], patch: pytest.MonkeyPatch) -> None:
         self.ranks, self.now, self.beaten = ranks, 10**12, 10**12
         self.waiting: set[int] = set()
-        self.at: dict[int, Callable[[], None]] = {}  # what happens, by the time
+        self.at: dict[int, Callable[[], None]] = {}  # scheduled actions by time
         patch.setattr(notes, "time", self)
 
     def monotonic_ns(self) -> int:
@@ -105,11 +109,11 @@ class Machine:
                 self.at.pop(self.now)()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Lets something happen so much later."""
+        """Schedules an action."""
         self.at[self.now + int(seconds * 1e9)] = action
 
     def enter(self, rank: int, peers: Sequence[int], waits: bool = True) -> None:
-        """A rank begins to wait; if it only seems to, it stands still."""
+        """Lets a rank note a wait; it has stopped if `waits` is false."""
         self.ranks[rank].enter(peers)
         (self.waiting.add if waits else self.waiting.discard)(rank)
 
@@ -133,7 +137,7 @@ def same_place(rank: int) -> tuple[int, ...]:
 def test_a_starved_rank_is_not_blamed_for_one_that_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All are in one wait. Rank 0 gets no processor for a while, rank 5 never again."""
+    """All ranks are in one wait. Rank 0 gets no CPU time for a while, rank 5 never again."""
     ranks, _memory = make(6)
     machine = Machine(ranks, monkeypatch)
     for rank in range(6):
@@ -142,10 +146,10 @@ def test_a_starved_rank_is_not_blamed_for_one_that_is_stopped(
     machine.waiting.discard(0)
     machine.sleep(2.0)
     for rank in (1, 2, 3, 4):
-        assert ranks[rank].settle(nobody) == Cause(5, LATE, "stands still within it"), rank
-        assert ranks[rank].settle(nobody, 5) == Cause(5, LATE, "stands still within it"), rank
+        assert ranks[rank].settle(no_rank) == stuck(5), rank
+        assert ranks[rank].settle(no_rank, 5) == stuck(5), rank
     machine.waiting.add(0)
-    assert ranks[0].settle(nobody) == Cause(5, LATE, "stands still within it")
+    assert ranks[0].settle(no_rank) == stuck(5)
 
 
 @pytest.mark.parametrize("stopped", range(6))
@@ -153,7 +157,7 @@ def test_a_starved_rank_is_not_blamed_for_one_that_is_stopped(
 def test_a_rank_that_stops_within_launch_a(
     monkeypatch: pytest.MonkeyPatch, stopped: int, seconds: float
 ) -> None:
-    """The ranks of its island wait for it there, all others for this island, in a later wait."""
+    """Its island waits for it in the launch. Other islands wait for this one, in a later wait."""
     ranks, _memory = make(6)
     machine = Machine(ranks, monkeypatch)
     for rank in range(6):
@@ -167,14 +171,14 @@ def test_a_rank_that_stops_within_launch_a(
     machine.sleep(3.0 - seconds)
     (neighbor,) = set(island_of(stopped)) - {stopped}
     for rank in others:
-        found = ranks[rank].settle(nobody)
+        found = ranks[rank].settle(no_rank)
         assert found is not None
         assert (found.rank, found.kind) == (stopped, LATE), rank
-    assert ranks[neighbor].settle(nobody, stopped) == Cause(stopped, LATE, "stands still within it")
+    assert ranks[neighbor].settle(no_rank, stopped) == stuck(stopped)
 
 
 def test_a_rank_between_two_stages_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 was kept by rank 2, and is about to come when others look at it."""
+    """Rank 1 waited for rank 2, and is about to begin the next wait when rank 0 looks at it."""
     ranks, _memory = make(3)
     machine = Machine(ranks, monkeypatch)
     for rank in range(3):
@@ -185,30 +189,30 @@ def test_a_rank_between_two_stages_is_not_blamed(monkeypatch: pytest.MonkeyPatch
     machine.leave(1, 2)
     machine.later(0.2, lambda: machine.enter(1, (1, 2)))
     machine.sleep(0.1)
-    assert ranks[0].settle(nobody) == Cause(2, LATE, "did not come")
+    assert ranks[0].settle(no_rank) == Cause(2, LATE, "did not come")
 
 
 def test_a_rank_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 comes while the others find out who is at fault; then no rank stands still."""
+    """Rank 1 comes while rank 0 looks for the cause, so no rank has stopped any more."""
     ranks, _memory = make(2)
     machine = Machine(ranks, monkeypatch)
     machine.enter(0, (0, 1))
     machine.sleep(3.0)
     machine.later(0.1, lambda: machine.enter(1, (0, 1)))
     machine.later(0.2, lambda: machine.leave(1))
-    assert ranks[0].settle(nobody) == Cause(1, LATE, "did not come")
+    assert ranks[0].settle(no_rank) == Cause(1, LATE, "did not come")
 
 
 def test_no_rank_is_blamed_for_a_suspended_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it the first rank that runs sees that the others have stored no time for long."""
+    """After a suspension, the first rank that runs sees old times of all others."""
     ranks, _memory = make(3)
     machine = Machine(ranks, monkeypatch)
     for rank in range(3):
         machine.enter(rank, (0, 1, 2))
     machine.now += 10**10
     machine.beaten = machine.now
-    assert ranks[0].settle(nobody) is None
-    assert ranks[0].settle(nobody, 1) is None
+    assert ranks[0].settle(no_rank) is None
+    assert ranks[0].settle(no_rank, 1) is None
 
 
 def test_ranks_that_wait_for_each_other_are_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,41 +224,41 @@ def test_ranks_that_wait_for_each_other_are_not_blamed(monkeypatch: pytest.Monke
         ranks[rank].enter((0, 1, 2))
     machine.waiting = {0, 1, 2}
     start = machine.now
-    assert ranks[0].settle(nobody) is None
+    assert ranks[0].settle(no_rank) is None
     assert machine.now - start < 4e9
     machine.waiting = {0, 2}
-    assert ranks[0].settle(nobody) == Cause(1, LATE, "stands still within it")
+    assert ranks[0].settle(no_rank) == stuck(1)
 
 
-def test_a_wait_that_is_not_noted_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated calls are not noted. The library alone knows who is behind."""
+def test_without_notes_there_is_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated calls write no notes. Only the library knows which rank is late."""
     ranks, _memory = make(3)
     machine = Machine(ranks, monkeypatch)
     for rank in range(3):
         machine.enter(rank, (0, 1, 2))
     machine.leave(0, 1, 2)
     machine.sleep(5.0)
-    assert ranks[0].settle(nobody, 1) is None
-    assert ranks[0].settle(nobody) is None
+    assert ranks[0].settle(no_rank, 1) is None
+    assert ranks[0].settle(no_rank) is None
 
 
-def test_a_rank_that_still_waits_says_for_whom() -> None:
-    """Ranks of several machines: rank 1 began to wait later than rank 0, and has not given up."""
+def test_a_rank_that_still_waits_names_the_rank_it_waits_for() -> None:
+    """On different machines, rank 1 began to wait after rank 0, and has not timed out yet."""
     store = torch.distributed.HashStore()
     first, second = (notes.StoreNotes(store, "notes", rank) for rank in range(2))
     first.enter((0, 1))
     second.enter((1, 2))
-    assert second.find(nobody) is None
+    assert second.find(no_rank) is None
     done = threading.Event()
 
     def wait() -> None:
         while not done.wait(0.05):
-            second.find(nobody)
+            second.find(no_rank)
 
     waits = threading.Thread(target=wait)
     waits.start()
     try:
-        assert first.settle(nobody) == Cause(2, LATE, "did not come")
+        assert first.settle(no_rank) == Cause(2, LATE, "did not come")
     finally:
         done.set()
         waits.join()
@@ -269,7 +273,7 @@ def test_long_reasons_and_torn_notes() -> None:
     ranks[0]._own.cause_crc ^= 1
     assert ranks[1].said_by(0) is None
     ranks[0].close()
-    ranks[0].enter((0, 1))  # touches its own memory only
+    ranks[0].enter((0, 1))  # after close(), it writes only its own memory
     assert ranks[1]._notes[0].tick == 0
 
 
@@ -278,7 +282,7 @@ class HandlerError(Exception):
 
 
 def call(one: turn.Turn) -> bool:
-    """A call as Endpoint makes it."""
+    """Takes a turn and ends it, as Endpoint does for a call."""
     try:
         if not one.try_take(sys._getframe()):
             one.wait(sys._getframe())
@@ -288,7 +292,7 @@ def call(one: turn.Turn) -> bool:
 
 
 def at_line(number: int, action: Any) -> Any:
-    """Makes a trace function that acts once, before line `number` that a call runs."""
+    """Returns a trace function that runs `action` once, before line `number` of a call."""
     lines = itertools.count()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -304,7 +308,7 @@ def at_line(number: int, action: Any) -> Any:
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.timeout(120)
 def test_a_handler_at_every_line_of_a_turn(raises: bool) -> None:
-    """A handler that calls, or raises, anywhere: the next call of any thread gets its turn."""
+    """After a handler that calls or raises at any line, every thread can still take a turn."""
     before = sys.gettrace()
     met = 0
     for number in itertools.count():
@@ -315,7 +319,7 @@ def test_a_handler_at_every_line_of_a_turn(raises: bool) -> None:
             happened.append(True)
             if raises:
                 raise HandlerError
-            if not one.is_here():  # else it is refused
+            if not one.is_here():  # a call within a call would be refused
                 assert call(one)
 
         sys.settrace(at_line(number, action))

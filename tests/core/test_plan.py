@@ -1,4 +1,4 @@
-"""`plan()` is what runs, or raises what the call raises."""
+"""`plan()` returns what a call would run, or raises the call's error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from allnorm.core.call import Call
 from allnorm.core.dispatch import Chooser
 from allnorm.testing import RankPool
 
-# Around 2,720 and 5,440 columns a workspace of 64 KiB holds rows of some launches only.
+# With about 2,720 or 5,440 columns, a row fits into a workspace of 64 KiB for some algorithms only.
 WIDTHS = (64, 1000, 2304, 2720, 2880, 4000, 5376, 8000, 12_000, 33_000)
 QUANTS = (
     None,
@@ -32,7 +32,7 @@ ALONE, PAIRS = ((0,), (1,)), ((0, 1), (2, 3))
 
 
 def cases(count: int) -> list[Case]:
-    """The same on every rank: every width with every algorithm, the rest at random."""
+    """Returns cases with all widths and algorithms and random other fields, equal on all ranks."""
     rng = random.Random(1)
     found = []
     for width, algorithm in itertools.islice(
@@ -78,7 +78,7 @@ def plan_of(c: allnorm.Communicator, case: Case) -> policy.Plan | Exception:
 
 
 def ran(c: allnorm.Communicator, case: Case) -> tuple[str, int] | Exception:
-    """The algorithm that ran, and in how many launches or pieces; or what was raised."""
+    """Runs a case; returns the algorithm and its number of launches or pieces, or the error."""
     pieces = []
     piece = hierarchical._Run._piece
 
@@ -98,7 +98,7 @@ def ran(c: allnorm.Communicator, case: Case) -> tuple[str, int] | Exception:
 
 
 def compare(rank: int, world_size: int, count: int, **arguments: Any) -> dict[str, int]:
-    """Returns how often each algorithm ran, and "error"."""
+    """Compares plans with calls; returns how often each algorithm ran or an error was raised."""
     c = comm(**arguments)
     found: dict[str, int] = {}
     for case in cases(count):
@@ -110,7 +110,7 @@ def compare(rank: int, world_size: int, count: int, **arguments: Any) -> dict[st
         name, number = got
         found[name] = found.get(name, 0) + 1
         assert name == plan.algorithm, (case, plan)
-        if name in names.FUSED:  # without rows there is a launch that compares the calls
+        if name in names.FUSED:  # a call without rows still launches, to compare the ranks' calls
             assert number == max(1, plan.num_chunks), (case, plan)
         elif name == "hierarchical":
             assert number == plan.num_chunks, (case, plan)
@@ -131,8 +131,8 @@ def test_plan_is_what_runs(pool: RankPool, islands: bool, workspace_bytes: int) 
     assert set(results[0]) == {*kinds, "error"}
 
 
-def test_plan_takes_everything_that_a_choice_looks_at() -> None:
-    """A table's clusters hold for plain calls only: a plan for others must not promise them."""
+def test_plan_takes_every_argument_that_the_choice_depends_on() -> None:
+    """For example, a table's cluster size applies to plain calls only."""
     step = policy.Step(None, "one_shot", 0, 4)
     table = policy.Table("measured", {("bfloat16", "norm"): [policy.Curve(4096, (step,))]})
     traits = policy.Traits("cuda", 4, tables=(table,))
@@ -140,7 +140,7 @@ def test_plan_takes_everything_that_a_choice_looks_at() -> None:
     asked: list[Call] = []
 
     class Stub:
-        """An endpoint that is asked for plans only."""
+        """An endpoint that only chooses plans."""
 
         def check_open(self) -> None:
             pass
@@ -169,7 +169,7 @@ def test_plan_takes_everything_that_a_choice_looks_at() -> None:
 
 @on(cpu=(2,), gpu=(2, 8))
 def test_row_wider_than_the_workspace(rank: int, world_size: int) -> None:
-    """A row that does not fit at all takes the unfused path, and the plan says so."""
+    """Calls with such rows run unfused, and the plan says why."""
     small = comm(workspace_bytes=64 << 10)
     case = Case((3, 65536))
     plan = small.plan(3, 65536, case.dtype)

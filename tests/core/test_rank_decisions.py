@@ -1,8 +1,7 @@
-"""Ranks decide alike: launches and exchanges of all ranks, for every number of rows.
+"""All ranks make matching launches and exchanges, for every number of rows.
 
-The simulation runs the code of every rank, one after the other, with a library and an exchange
-that only record what they are asked for. Thresholds of `policy` are small here, so that every
-number of rows on both sides of each of them is tried.
+The simulation runs the code of each rank in turn, with a library and an exchange that only record
+requests. Thresholds of `policy` are reduced, so that tests reach both sides of each.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from allnorm.testing import RankPool, assert_same_bits, shared_input
 
 HIDDEN_SIZE = 32
 ROW_BYTES = 4 * HIDDEN_SIZE  # of float32 sums
-# Two hops pay from some four rows a rank on; a piece holds 24 rows, and is cut from 8 on.
+# Two hops pay from about four rows per rank on. A piece has 24 rows at most, 8 if pieces overlap.
 SMALL = {
     "HIERARCHICAL_HOP_BYTES": 4 * ROW_BYTES,
     "HIERARCHICAL_SUM_BYTES": 24 * ROW_BYTES,
@@ -52,7 +51,7 @@ ISLANDS = {
 def call_of(
     op: str, shape: tuple[int, int], dtype: torch.dtype, own: tuple[int, int], quant: Any = None
 ) -> Call:
-    """A call of the rank whose rows are `own`; its residual is sharded if it has a norm."""
+    """Returns the call of the rank that owns the rows `own`."""
     whole = torch.zeros(shape, dtype=dtype)
     shard = whole[own[0] : own[1]]
     if op == "all_reduce":
@@ -70,14 +69,17 @@ def call_of(
 
 
 class Recorder:
-    """A library and an exchange that do nothing but note what they shall do."""
+    """A library and an exchange that only record what they are asked to do.
+
+    Attributes:
+        steps: kind and number of tokens of each launch, kind and shape of each exchange.
+    """
 
     def __init__(self, size: int) -> None:
         self.num_islands = size
         self.can_exchange_parts = size > 2
         self.notes = NoNotes()
         self.steps: list[tuple[Any, ...]] = []
-        """Kind and number of tokens of each launch, kind and shape of each exchange."""
 
     def run(self, handle: int, address: int) -> int:
         call = _native.Call.from_address(address)
@@ -103,7 +105,7 @@ class Recorder:
 
 
 class Waits:
-    """The communicator of one rank, as far as its unfused calls need it."""
+    """The part of a communicator that unfused calls use."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -151,7 +153,7 @@ def unfused_steps(
 
 
 def calls_of_all(islands: Any, num_tokens: int) -> Iterator[list[tuple[Call, Any]]]:
-    """Equal calls of all ranks, each with the rows of the rank, of every kind."""
+    """Yields calls of every kind: per rank the call, and the rows that the rank owns."""
     world_size = sum(map(len, islands))
     shards = [reference.row_shard(num_tokens, world_size, rank) for rank in range(world_size)]
     quants = itertools.islice(itertools.cycle(QUANTS), num_tokens % len(QUANTS), None)
@@ -164,10 +166,10 @@ def calls_of_all(islands: Any, num_tokens: int) -> Iterator[list[tuple[Call, Any
 
 
 def assert_alike(islands: Any, steps: list[list[tuple[Any, ...]]], what: object) -> None:
-    """Launches are the same within an island, exchanges among ranks of equal place.
+    """Checks that launches match within islands, and exchanges between ranks of equal place.
 
-    And on all ranks launches and exchanges take turns alike: a rank that waits for an exchange
-    where its neighbor waits for a launch waits in vain.
+    The order of launches and exchanges must be the same on all ranks: a rank in an exchange would
+    wait forever for a rank of its island that is in a launch.
     """
     orders = [[step[0] for step in own if step[0] != "local"] for own in steps]
     assert all(order == orders[0] for order in orders), what
@@ -215,7 +217,7 @@ def test_ranks_gather_the_same_unfused(name: str) -> None:
 
 
 def check_around_thresholds(rank: int, world_size: int, islands: Any, tokens: range) -> int:
-    """Every number of rows, sharded and whole; returns how often sums crossed in two hops."""
+    """Checks results for every number of rows; returns how often sums crossed in two hops."""
     start = between.Between.start_parts
     with (
         mock.patch.multiple(policy, **SMALL),
@@ -247,7 +249,7 @@ def test_results_around_every_threshold(pool: RankPool, name: str) -> None:
 
 
 def test_a_rank_without_rows_crosses_in_two_hops() -> None:
-    """One wide row: its owner's peers in the island wait as often, and send nothing."""
+    """With one wide row, ranks of the owner's island take part in both hops but send no rows."""
     islands = ISLANDS["3x2"]
     shape = 1, 400_000
     whole = torch.zeros(shape, dtype=torch.bfloat16)
@@ -260,13 +262,9 @@ def test_a_rank_without_rows_crosses_in_two_hops() -> None:
     }
 
 
-def check_wide_row(rank: int, world_size: int, islands: Any) -> None:
+@on(cpu=(6,))
+def test_one_wide_row_over_three_islands(rank: int, world_size: int) -> None:
     with mock.patch.multiple(policy, **SMALL):
-        c = comm(islands=islands)
+        c = comm(islands=ISLANDS["3x2"])
         Case((1, 8192)).check(c)
         Case((1, 8192), quant=allnorm.Fp8PerTensor(torch.ones(1)), sharded=True).check(c)
-
-
-@on(cpu=(6,))
-def test_one_wide_row_over_three_islands(pool: RankPool) -> None:
-    pool.run(check_wide_row, ISLANDS["3x2"])

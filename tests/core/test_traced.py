@@ -1,7 +1,7 @@
-"""Transforms and tracers of torch around every way of making a call: right, or refused.
+"""Transforms and tracers of torch applied to calls: results are right, or the call is refused.
 
-Each is tried around methods, functions and operators, for a first call and for one that csrc/python
-repeats. What is returned is compared with the same call outside, for an input that was not traced.
+Each is applied to methods, functions and operators, for first and for repeated calls. Results are
+compared with those of a plain call, for inputs that were not traced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import comm, message_of, on
+from rank_helpers import comm, message_of, on, same_on_every_rank
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import allnorm
 from allnorm.quant import op_arguments
-from allnorm.testing import RankPool, assert_same_bits, rank_input
+from allnorm.testing import assert_same_bits, rank_input
 from allnorm.testing.rank import device
 
 SHAPE, EPS = (3, 64), 1e-6
-REPEATS = (0, 4)  # calls of the same kind that came before
+REPEATS = (0, 4)  # number of earlier calls of the same kind
 Program = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class _Forms:
-    """Every call, by the way it is made: a program of `x` and a residual or rows."""
+    """All forms of calls, as programs of `x` and a residual or rows."""
 
     def __init__(self, c: allnorm.Communicator) -> None:
         weight = torch.linspace(0.5, 2, SHAPE[1], device=c.device)
@@ -74,7 +74,7 @@ class _Forms:
 
 
 class _Doubling(TorchDispatchMode):
-    """Sees operators, and doubles the first result of ours."""
+    """Doubles the first result of every operator of allnorm."""
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = f(*args, **(kwargs or {}))
@@ -113,7 +113,7 @@ def _vmap(f: Program, x: torch.Tensor, r: torch.Tensor) -> Any:
 
 
 def _function_mode(f: Program, x: torch.Tensor, r: torch.Tensor) -> Any:
-    with _Watching(), torch.device("meta"):  # where factories would make tensors
+    with _Watching(), torch.device("meta"):  # factory functions would create meta tensors
         return f(x, r)
 
 
@@ -186,7 +186,6 @@ def _compare(got: Any, want: Any, what: str) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.filterwarnings("ignore")
 def test_right_under_tracers(rank: int, world_size: int, name: str) -> None:
     transform, (x, r) = RIGHT[name], _inputs(rank)
     for form, program in _Forms(comm()).programs.items():
@@ -197,7 +196,9 @@ def test_right_under_tracers(rank: int, world_size: int, name: str) -> None:
     comm().check()
 
 
-def run_refused(rank: int, world_size: int, name: str) -> list[str]:
+@on(cpu=(2,), gpu=(2,))
+@pytest.mark.parametrize("name", REFUSED)
+def test_gradients_are_refused(rank: int, world_size: int, name: str) -> None:
     transform, (x, r), texts = REFUSED[name], _inputs(rank), []
     for form, program in _Forms(comm()).programs.items():
         for repeats in REPEATS:
@@ -208,19 +209,12 @@ def run_refused(rank: int, world_size: int, name: str) -> list[str]:
             texts.append(text)
             _compare(program(x, r), want, f"after {name}, {form}")
     comm().check()
-    return texts
-
-
-@on(cpu=(2,), gpu=(2,))
-@pytest.mark.parametrize("name", REFUSED)
-def test_gradients_are_refused(pool: RankPool, name: str) -> None:
-    texts = pool.run(run_refused, name)
-    assert texts[0] == texts[1]
+    same_on_every_rank(texts)
 
 
 @on(cpu=(2,), gpu=(2,))
 def test_tangents_of_every_input(rank: int, world_size: int) -> None:
-    """A tangent of any input is refused; one that does not count is not."""
+    """Tangents of any input are refused, unless they are detached or have no effect."""
     c, (x, r) = comm(), _inputs(rank)
     weight = torch.ones(SHAPE[1], device=c.device)
     given = {"x": x, "residual": r, "weight": weight}
@@ -250,9 +244,8 @@ NESTED: dict[str, Callable[[Program, torch.Tensor, torch.Tensor], Any]] = {
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("layout", ["strided", "jagged"])
 @pytest.mark.parametrize("name", NESTED)
-@pytest.mark.filterwarnings("ignore")
 def test_nested_tensors(rank: int, world_size: int, name: str, layout: str) -> None:
-    """A nested tensor is refused, or each part of what is returned is what that part gives."""
+    """Nested tensors are refused, or each part of the result is that of a call with the part."""
     x, r = _inputs(rank)
     nested = torch.nested.nested_tensor([x, 2 * x], layout=getattr(torch, layout))
     num_refused = 0
@@ -273,7 +266,7 @@ def test_nested_tensors(rank: int, world_size: int, name: str, layout: str) -> N
 
 @on(cpu=(2,), gpu=(2,))
 def test_dispatch_modes_see_calls(rank: int, world_size: int) -> None:
-    """A dispatch mode sees every call, a repeated one too, and what it makes of it is returned."""
+    """A dispatch mode sees first and repeated calls, and calls return what the mode returns."""
     x, r = _inputs(rank)
     for form, program in _Forms(comm()).programs.items():
         for repeats in REPEATS:
@@ -284,8 +277,8 @@ def test_dispatch_modes_see_calls(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_results_given(rank: int, world_size: int) -> None:
-    """Preallocated results, under what records or maps."""
+def test_given_results(rank: int, world_size: int) -> None:
+    """Tracing keeps given memory for results; vmap refuses it."""
     c, (x, r) = comm(), _inputs(rank)
     weight, want = torch.ones(SHAPE[1], device=c.device), None
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
@@ -309,15 +302,15 @@ def test_results_given(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_torchscript_keeps_calls(rank: int, world_size: int) -> None:
-    """TorchScript neither drops an unused call, which peers make, nor merges two alike ones."""
+    """TorchScript neither drops unused calls, which peers make too, nor merges equal ones."""
     c, (x, r) = comm(), _inputs(rank)
 
     def program(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        if rank == 0:  # unused
+        if rank == 0:  # does not use the results
             c.all_reduce(x)
             c.all_reduce(x)
             return x
-        return c.all_reduce(x) + c.all_reduce(x)  # alike
+        return c.all_reduce(x) + c.all_reduce(x)
 
     traced = _jit(program, torch.ones_like(x), r)
     want = c.all_reduce(x)
@@ -332,8 +325,7 @@ def _reduce_in(group: dist.ProcessGroup) -> Program:
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_functions_before_their_communicator(rank: int, world_size: int) -> None:
-    """A function whose group has no communicator yet, called under a tracer for the first time."""
+def test_a_tracer_may_create_the_communicator_of_a_group(rank: int, world_size: int) -> None:
     x, r = _inputs(rank)
     want = comm().all_reduce(x)
     for transform in (_traced(_jit), _vmap, RIGHT["make_fx"]):
@@ -345,7 +337,7 @@ def test_functions_before_their_communicator(rank: int, world_size: int) -> None
 
 @on(cpu=(2,), gpu=(2,))
 def test_written_results_have_new_versions(rank: int, world_size: int) -> None:
-    """What a call writes to has a new version, and autograd sees it."""
+    """A call increments the version of memory that it writes, so that autograd sees the write."""
     c, (x, r) = comm(), _inputs(rank)
     weight, quant = torch.ones(SHAPE[1], device=c.device), allnorm.Fp8PerGroup(32)
 
@@ -386,11 +378,11 @@ def test_written_results_have_new_versions(rank: int, world_size: int) -> None:
     scale = torch.ones(SHAPE, device=c.device, requires_grad=True)
     for _ in range(5):
         memory = torch.ones(SHAPE, device=c.device)
-        product = (memory * scale).sum()  # whose backward pass reads `memory`
+        product = (memory * scale).sum()  # the backward pass reads `memory`
         c.all_reduce(x, out=memory)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
-    with torch.inference_mode():  # where tensors have no version
+    with torch.inference_mode():  # tensors have no version
         memory = torch.empty_like(x)
         for _ in range(5):
             c.all_reduce(x, out=memory)

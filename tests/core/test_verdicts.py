@@ -1,4 +1,4 @@
-"""Verdicts: whoever comes acts alike, whoever does not come is not waited for twice."""
+"""Verdicts: ranks that come decide alike; ranks that do not come are waited for only once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Group:
         self.ranks = [Verdicts(store, rank, world_size, patience_s) for rank in range(world_size)]
 
     def ask(self, answers: dict[int, Answer], question: str = "graph") -> dict[int, Any]:
-        """The verdict of each rank that asks, or the words of its error."""
+        """Returns the verdict of each rank that asks, or "raised ..."."""
 
         def of(rank: int) -> str:
             try:
@@ -51,7 +51,7 @@ def test_all_ranks_get_one_verdict(answers: list[Answer], reason: str) -> None:
     assert set(found.values()) == {reason}
 
 
-def test_a_question_that_is_asked_again_is_another_one() -> None:
+def test_a_repeated_question_is_a_new_one() -> None:
     group = Group(2)
     assert set(group.ask({0: DONE, 1: Answer("no luck")}).values()) != {""}
     for _ in range(3):
@@ -60,8 +60,8 @@ def test_a_question_that_is_asked_again_is_another_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nobody_acts_on_another_verdict(seed: int) -> None:
-    """Each rank has some of the graphs from its cache, fused; others it may fail to fuse."""
+def test_ranks_never_act_on_different_verdicts(seed: int) -> None:
+    """Each rank has some fused graphs in its cache, and may fail to fuse others."""
     draw = random.Random(seed)
     world_size = draw.choice((2, 2, 3, 4))
     group = Group(world_size, patience_s=0.05)
@@ -80,13 +80,13 @@ def test_nobody_acts_on_another_verdict(seed: int) -> None:
                 try:
                     said[rank, graph] = group.ranks[rank].decide(graph, answer)
                 except AllnormError:
-                    assert answer.obstacle, "who can do it never stands alone"
+                    assert answer.obstacle, "a rank that can fuse must not raise"
                     ended.append(rank)
                     return
 
     with ThreadPoolExecutor(world_size) as pool:
         list(pool.map(run, range(world_size)))
-    if ended:  # and with this rank the engine, in words
+    if ended:  # a rank that raises ends the engine
         return
     for graph in graphs:
         verdicts = {said[rank, graph] for rank in range(world_size) if (rank, graph) in said}
@@ -96,13 +96,13 @@ def test_nobody_acts_on_another_verdict(seed: int) -> None:
                 assert verdicts != {""}, graph
 
 
-def test_who_does_not_come_is_waited_for_once() -> None:
+def test_a_missing_rank_is_waited_for_once() -> None:
     group = Group(3, patience_s=0.3)
     began = time.monotonic()
     for _ in range(20):
         assert group.ask({0: DONE, 2: DONE}) == {0: "", 2: ""}
     assert 0.3 <= time.monotonic() - began < 0.3 * 20
-    # Once it has come, it is waited for again.
+    # After the rank has come, the others wait for it again.
     group.ask({0: DONE, 1: DONE, 2: DONE}, "late")
     for verdicts in group.ranks:
         verdicts._patience_s = 60.0
@@ -111,8 +111,8 @@ def test_who_does_not_come_is_waited_for_once() -> None:
 
 
 @pytest.mark.parametrize("mine", [Answer("no luck"), Answer(result="one site")])
-def test_who_cannot_do_what_others_have_done_raises(mine: Answer) -> None:
-    """Rank 2 has it from its cache; a rank that went on alone would be waited for by the others."""
+def test_a_rank_that_cannot_fuse_what_peers_have_fused_raises(mine: Answer) -> None:
+    """Rank 2 has the graph in its cache. Peers would wait forever for a rank that goes on alone."""
     found = Group(3, patience_s=0.2).ask({0: DONE, 1: mine})
     assert found[0] == ""
     assert found[1].startswith("raised ")
@@ -121,7 +121,7 @@ def test_who_cannot_do_what_others_have_done_raises(mine: Answer) -> None:
     assert "Start again" in found[1]
 
 
-def test_a_verdict_stands_for_who_comes_later() -> None:
+def test_a_verdict_holds_for_later_ranks() -> None:
     group = Group(2, patience_s=0.1)
     assert group.ask({0: DONE}) == {0: ""}
     assert group.ask({1: DONE}) == {1: ""}
@@ -138,7 +138,7 @@ CALL, OTHER, LEFT = Step("call"), Step("other call"), Step("", "no luck")
 def settled(
     group: Group, graphs: dict[int, tuple[str, list[Step]]], pause: float = 0.0
 ) -> dict[int, str]:
-    """The verdict of each rank on its graph, or the words of its error."""
+    """Returns the verdict of each rank on its graph, or "raised ..."."""
 
     def of(rank: int) -> str:
         time.sleep(pause * rank)
@@ -152,11 +152,11 @@ def settled(
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.05])
-def test_graphs_that_are_alike(pause: float) -> None:
+def test_equal_graphs(pause: float) -> None:
     group = Group(3)
     for _ in range(3):
         assert set(settled(group, dict.fromkeys(range(3), ("a", [CALL])), pause).values()) == {""}
-    # Alone, and at once: the verdict stands.
+    # A later rank gets the verdict without waiting.
     assert settled(group, {1: ("a", [CALL])}) == {1: ""}
 
 
@@ -175,7 +175,7 @@ def test_graphs_that_differ(theirs: tuple[str, list[Step]], reason: str, pause: 
     found = settled(group, {0: ("a", [CALL, CALL]), 1: theirs}, pause)
     assert found[0] == f"all ranks must fuse alike, and {reason}"
     assert found[1] or not any(step.action for step in theirs[1])
-    assert time.monotonic() - began < 30, "no rank waits for one that waits for it"
+    assert time.monotonic() - began < 30, "two ranks must not wait for each other"
 
 
 def test_silent_ranks_that_may_run_fused_code() -> None:
@@ -184,7 +184,7 @@ def test_silent_ranks_that_may_run_fused_code() -> None:
     assert set(settled(group, both).values()) == {""}
     for steps in ([LEFT], [OTHER]):
         assert settled(group, {0: ("a", steps)})[0].startswith("raised all ranks must fuse alike")
-        # Later ranks raise too.
+        # A later rank raises too.
         assert settled(group, {1: ("a", steps)})[1].startswith("raised all ranks must fuse alike")
     assert "did not compile" in settled(group, {0: ("b", [CALL])})[0]
     assert set(settled(group, both).values()) == {""}
@@ -192,7 +192,7 @@ def test_silent_ranks_that_may_run_fused_code() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_ranks_settle_alike(seed: int) -> None:
-    """Graphs in any order, on some ranks alone, that differ by rank, at any moment."""
+    """Ranks compile different graphs, in any order and at any time."""
     draw = random.Random(seed)
     world_size = draw.choice((2, 2, 3, 4))
     group = Group(world_size, patience_s=0.15)
@@ -220,7 +220,7 @@ def test_ranks_settle_alike(seed: int) -> None:
 
 
 @pytest.mark.parametrize("words", [["w", "w"], ["w", "v"], ["w", ""], ["", ""]])
-def test_a_common_word(words: list[str]) -> None:
+def test_ranks_agree_on_a_word(words: list[str]) -> None:
     group = Group(2)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: group.ranks[rank].common(words[rank]), range(2)))

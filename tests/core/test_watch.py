@@ -1,4 +1,4 @@
-"""Whether processes live, and how ranks meet: deadlines, and names of who is missing."""
+"""Watching processes, and rendezvous of ranks: deadlines, and errors that name missing ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from rank_helpers import Case, device, on
 import allnorm
 from allnorm.core import watch
 from allnorm.core.rendezvous import Rendezvous
-from allnorm.testing import RankPool
+from allnorm.testing import gather
 
-LATE_SECONDS = 10.0  # a machine that is busy with other work
-NO_PID = 2**22 + 1  # Linux gives no process a higher number than 2**22
+LATE_SECONDS = 10.0  # limit on a busy machine
+NO_PID = 2**22 + 1  # the highest process ID of Linux is 2**22
 
 
 def start_process() -> subprocess.Popen[bytes]:
@@ -52,7 +52,7 @@ def identity(pid: int) -> watch.Process:
 
 @contextlib.contextmanager
 def elsewhere(machine: str, absent: int = NO_PID) -> Iterator[None]:
-    """Moves this process to a different machine on which there is no process `absent`."""
+    """Makes this process appear to run on a different machine, without a process `absent`."""
     real = builtins.open
 
     def fake(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def elsewhere(machine: str, absent: int = NO_PID) -> Iterator[None]:
 
 
 class Ends:
-    """What a Watch reports."""
+    """Records the ends of processes that a Watch reports."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, bool, float]] = []
@@ -97,16 +97,14 @@ def test_an_end_is_reported(
     ends = Ends()
     w = watch.Watch([watch.this_process(), identity(process.pid)], ends)
     assert not w.blind
-    assert list(w.watched) == [1], "nobody watches himself"
-    assert not ends.wait(1, 0.3), "it lives"
-    killed = time.monotonic()
+    assert list(w.watched) == [1], "a process does not watch itself"
+    assert not ends.wait(1, 0.3), "the process is alive"
     process.kill()
     if reaped:
         process.wait()
     assert ends.wait(2)
     (rank, settled, first), (again, finally_settled, second) = ends.seen
     assert (rank, settled, again, finally_settled) == (1, False, 1, True)
-    print(f"seen after {first - killed:.3f} s, settled after {second - killed:.3f} s")
     assert second - first >= watch.SETTLED_SECONDS * 0.9
     w.stop()
 
@@ -120,14 +118,14 @@ def test_several_watches_of_one_process(process: subprocess.Popen[bytes]) -> Non
     assert all(ends.wait(2) for ends in all_ends[1:])
     late = Ends()
     watches.append(watch.Watch([identity(process.pid)], late))
-    assert late.wait(1), "one that has ended already"
+    assert late.wait(1), "an earlier end must be reported too"
     assert not all_ends[0].seen
     for w in watches:
         w.stop()
 
 
 def test_a_finalizer_may_stop_a_watch_at_any_point(process: subprocess.Popen[bytes]) -> None:
-    """Garbage is collected wherever memory is allocated, under the watcher's own lock too."""
+    """Finalizers run wherever memory is allocated, even while the watcher holds its lock."""
     ends = Ends()
     w, other = (watch.Watch([identity(process.pid)], each) for each in (Ends(), ends))
     stopping = threading.Thread(target=w.stop, daemon=True)
@@ -145,10 +143,10 @@ def test_a_finalizer_may_stop_a_watch_at_any_point(process: subprocess.Popen[byt
     other.stop()
 
 
-def test_a_later_process_of_the_same_number(process: subprocess.Popen[bytes]) -> None:
+def test_a_later_process_with_the_same_id(process: subprocess.Popen[bytes]) -> None:
     ends = Ends()
     w = watch.Watch([identity(process.pid)._replace(started="1")], ends)
-    assert ends.wait(1), "the process that is meant has ended, this is another"
+    assert ends.wait(1), "a process with a different start time is not the watched one"
     assert process.poll() is None
     w.stop()
 
@@ -162,7 +160,7 @@ def test_a_process_that_cannot_be_seen(process: subprocess.Popen[bytes]) -> None
 
 
 def test_a_process_of_a_different_machine(process: subprocess.Popen[bytes]) -> None:
-    """Every machine has the same number for its first namespace of processes."""
+    """The first PID namespace has the same ID on every machine."""
     with elsewhere("machine 1"):
         same_number, no_process = identity(process.pid), identity(process.pid)
     no_process = no_process._replace(pid=NO_PID)
@@ -185,8 +183,9 @@ def test_unreadable_namespaces_are_not_the_same(monkeypatch: pytest.MonkeyPatch)
     assert w.blind == {0, 1}
 
 
-def peers_of_different_machines(rank: int, world_size: int) -> str:
-    """The process number of each peer is that of no process here."""
+@on(cpu=(2,))
+def test_peers_of_different_machines_are_not_mistaken_for_dead(rank: int, world_size: int) -> None:
+    """The peer's process ID belongs to no process of this machine."""
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     with elsewhere(f"machine {rank}", absent=pids[1 - rank]):
@@ -199,22 +198,15 @@ def peers_of_different_machines(rank: int, world_size: int) -> str:
             case.check(c)
             c.check()
         dist.barrier()
-        said = ""
-        if rank == 0:  # the peer is late, which does not mean that it died
+        if rank == 0:  # the peer is late, not dead
             with pytest.raises(allnorm.PeerTimeoutError) as error:
                 allnorm.Communicator(device=device(), timeout=1)
-            said = type(error.value).__name__
+            assert type(error.value) is allnorm.PeerTimeoutError
         dist.barrier()
         c.close()
-        return said
 
 
-@on(cpu=(2,))
-def test_peers_of_different_machines_are_not_taken_for_dead(pool: RankPool) -> None:
-    assert pool.run(peers_of_different_machines)[0] == "PeerTimeoutError"
-
-
-def test_a_callback_that_raises_ends_nothing(process: subprocess.Popen[bytes]) -> None:
+def test_a_callback_that_raises_stops_no_watch(process: subprocess.Popen[bytes]) -> None:
     def fails(rank: int, settled: bool) -> None:
         raise ValueError
 
@@ -241,21 +233,22 @@ def watches_in_fork(pid: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_has_a_watcher_of_its_own(process: subprocess.Popen[bytes]) -> None:
+def test_a_forked_child_has_its_own_watcher(process: subprocess.Popen[bytes]) -> None:
     ends = Ends()
     w = watch.Watch([identity(process.pid)], ends)
     child = multiprocessing.get_context("fork").Process(target=watches_in_fork, args=(process.pid,))
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    assert ends.wait(1), "and the parent's goes on"
+    assert ends.wait(1), "the parent's watcher must continue"
     w.stop()
 
 
 # ---- Meetings ----------------------------------------------------------------------------------
 
 
-def meets(rank: int, world_size: int) -> None:
+@on(cpu=(3,))
+def test_ranks_meet_repeatedly(rank: int, world_size: int) -> None:
     for _ in range(3):
         meeting = Rendezvous(dist.group.WORLD, 60)
         for step in range(3):
@@ -265,7 +258,8 @@ def meets(rank: int, world_size: int) -> None:
         meeting.end()
 
 
-def fails_in_one(rank: int, world_size: int) -> str:
+@on(cpu=(3,))
+def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int) -> None:
     meeting = Rendezvous(dist.group.WORLD, 60)
 
     def step() -> None:
@@ -274,69 +268,56 @@ def fails_in_one(rank: int, world_size: int) -> str:
 
     with pytest.raises((allnorm.AllnormError, KeyError)) as caught:
         meeting.agree(step, "testing")
-    assert meeting.agree(lambda: rank, "going on") == list(range(world_size))
+    assert meeting.agree(lambda: rank, "the next step") == list(range(world_size))
     meeting.end()
-    return f"{type(caught.value).__name__} {caught.value}"
+    if rank == 1:
+        assert type(caught.value) is KeyError
+    else:
+        assert "testing failed on rank 1: KeyError" in str(caught.value)
 
 
 @on(cpu=(3,))
-def test_ranks_meet_again_and_again(pool: RankPool) -> None:
-    pool.run(meets)
-    texts = pool.run(fails_in_one)
-    assert texts[1].startswith("KeyError")
-    assert all("testing failed on rank 1: KeyError" in texts[rank] for rank in (0, 2))
-
-
-def misses(rank: int, world_size: int, seconds: float) -> tuple[str, int, float] | None:
-    """The last rank comes late; then all meet."""
-    start = time.monotonic()
-    if rank == world_size - 1:
-        time.sleep(seconds + 1.5)
+def test_creation_is_bounded_and_names_missing_ranks(rank: int, world_size: int) -> None:
+    """The last rank comes too late for the first attempt. The second one succeeds."""
+    text = ""
+    if rank == 2:
+        time.sleep(2.5)
     else:
+        start = time.monotonic()
         with pytest.raises((allnorm.PeerTimeoutError, allnorm.AllnormError)) as caught:
-            allnorm.Communicator(device="cpu", timeout=seconds)
-    waited = time.monotonic() - start
-    # Who was missing goes straight to the meeting that the others go to now.
+            allnorm.Communicator(device="cpu", timeout=1.0)
+        text = str(caught.value)
+        assert 0.9 < time.monotonic() - start < LATE_SECONDS
+        # The first rank that times out names rank 2. The second one may name the first.
+        assert getattr(caught.value, "peer", -1) == 2 or "another rank has given up" in text
+    # The late rank joins the meeting of the second attempt directly.
     with allnorm.Communicator(device="cpu", timeout=60) as c:
         assert c.timeout.total_seconds() == 60
-    if rank == world_size - 1:
-        return None
-    return str(caught.value), getattr(caught.value, "peer", -1), waited
+    assert any("waited 1 s for rank 2 while checking the arguments" in t for t in gather(text))
 
 
 @on(cpu=(3,))
-def test_construction_is_bounded_and_names_who_is_missing(pool: RankPool) -> None:
-    results = pool.run(misses, 1.0)
-    texts = [result[0] for result in results[:2]]
-    # The first to give up names the missing, and is named by the others if they were not done.
-    assert any("waited 1 s for rank 2 while checking the arguments" in t for t in texts)
-    for text, peer, waited in results[:2]:
-        assert peer == 2 or "another rank has given up" in text
-        assert 0.9 < waited < LATE_SECONDS
-
-
-def misses_midway(rank: int, world_size: int) -> str:
-    """A rank that raises between two steps leaves the others in the next one."""
+def test_a_rank_that_stops_between_two_steps(rank: int, world_size: int) -> None:
     meeting = Rendezvous(dist.group.WORLD, 2.0)
     meeting.agree(lambda: None, "the first step")
-    if rank == 0:
-        return ""
-    with pytest.raises((allnorm.PeerTimeoutError, allnorm.AllnormError)) as caught:
-        meeting.agree(lambda: None, "the second step")
-    return str(caught.value)
+    text = ""
+    if rank != 0:
+        with pytest.raises((allnorm.PeerTimeoutError, allnorm.AllnormError)) as caught:
+            meeting.agree(lambda: None, "the second step")
+        text = str(caught.value)
+    assert any("rank 0 while the second step" in text for text in gather(text))
+    again = Rendezvous(dist.group.WORLD, 60)
+    assert again.agree(lambda: rank, "testing") == [0, 1, 2]
+    again.end()
 
 
-@on(cpu=(3,))
-def test_a_rank_that_stops_midway(pool: RankPool) -> None:
-    texts = pool.run(misses_midway)
-    assert any("rank 0 while the second step" in text for text in texts[1:]), texts
-    pool.run(meets)
-
-
-def dies_in_construction(rank: int, world_size: int, after: float) -> tuple[str, float] | None:
+@on(cpu=(2,), may_die=[1])
+@pytest.mark.parametrize("after", [0.03, 0.1, 0.171])
+def test_a_death_during_creation(rank: int, world_size: int, after: float) -> None:
     if rank == 1:
         kill = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
         kill.start()
+    before = set(pathlib.Path("/dev/shm").glob("allnorm-*"))
     start, error = time.monotonic(), None
     with contextlib.suppress(allnorm.AllnormError):
         for _ in range(10000):
@@ -345,20 +326,10 @@ def dies_in_construction(rank: int, world_size: int, after: float) -> tuple[str,
             except allnorm.PeerTimeoutError as caught:
                 error = caught
                 break
-    assert error is not None
+    # Before the first step, ranks do not know each other's processes, so the timeout ends the wait.
+    assert type(error) in (allnorm.PeerDiedError, allnorm.PeerTimeoutError)
     assert error.peer == 1
-    return type(error).__name__, time.monotonic() - start - after
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("after", [0.03, 0.1, 0.171])
-def test_a_death_amid_construction(pool: RankPool, after: float) -> None:
-    before = set(pathlib.Path("/dev/shm").glob("allnorm-*"))
-    results = pool.run(dies_in_construction, after, may_die=[1])
-    assert results[0] is not None
-    # Before the first step nobody knows which process to watch: there the deadline decides.
-    assert results[0][0] in ("PeerDiedError", "PeerTimeoutError")
-    assert results[0][1] < LATE_SECONDS
+    assert time.monotonic() - start - after < LATE_SECONDS
     assert set(pathlib.Path("/dev/shm").glob("allnorm-*")) <= before
 
 
@@ -369,7 +340,7 @@ KILLS, RIGS = 60, 2
 
 @pytest.mark.timeout(HANG_SECONDS + 300)
 def test_kills_at_random_moments(record_property: Any) -> None:
-    """Every survivor names the rank and its process, far before the deadline of 600 s."""
+    """Every survivor names the dead rank and its process, long before the timeout of 600 s."""
     rig = pathlib.Path(__file__).parents[1] / "kill_rig.py"
     start = time.monotonic()
     running = [
@@ -399,9 +370,8 @@ def test_kills_at_random_moments(record_property: Any) -> None:
             seconds.append(survivor["seconds"])
     text = (
         f"{len(seconds)} survivors of {KILLS} kills: named after {statistics.median(seconds):.3f} s"
-        f" in the middle, {max(seconds):.3f} s at most; {time.monotonic() - start:.0f} s in all"
+        f" (median), {max(seconds):.3f} s at most; {time.monotonic() - start:.0f} s in all"
     )
-    print(text)
     record_property("kills", text)
     assert statistics.median(seconds) < 1.0, text
     assert max(seconds) < LATE_SECONDS, text
