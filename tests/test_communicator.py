@@ -31,7 +31,7 @@ from rank_helpers import (
 
 import allnorm
 from allnorm.core import _native, fast_call
-from allnorm.testing import RankPool, assert_same_bits, gather
+from allnorm.testing import assert_same_bits, gather
 
 
 @on(cpu=(1, 2, 3), gpu=(1, 2, 8))
@@ -46,15 +46,10 @@ def test_attributes(rank: int, world_size: int) -> None:
         Case().check(c)
 
 
-def defaults(rank: int, world_size: int) -> None:
-    assert allnorm.Communicator().device == device()
-
-
 @on(cpu=(2,), gpu=(2,))
-def test_default_device(pool: RankPool) -> None:
-    if pool.device == "cpu" and torch.cuda.is_available():
-        pytest.skip("with a GPU the default device is the GPU")
-    pool.run(defaults)
+def test_default_device(rank: int, world_size: int) -> None:
+    if device().type == "cuda" or not torch.cuda.is_available():
+        assert allnorm.Communicator().device == device()
 
 
 @on(cpu=(1, 2), gpu=(1, 2))

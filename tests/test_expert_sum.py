@@ -1,4 +1,4 @@
-"""Calls that begin with what the experts of a layer return: compiled, refused."""
+"""Calls whose input is an ExpertSum: compiled calls and refused ones."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_functions(rank: int, world_size: int) -> None:
     "name",
     ["all_reduce", "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_quant", "all_gather_rows"],
 )
-def test_functions_take_what_methods_take(name: str) -> None:
+def test_functions_have_the_parameters_of_methods(name: str) -> None:
     method = inspect.signature(getattr(allnorm.Communicator, name)).parameters
     function = dict(inspect.signature(getattr(functions, name)).parameters)
     assert function.pop("group").default is None
@@ -91,7 +91,9 @@ def test_compiled_functions(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
 @on(cpu=(2,), gpu=(2,))
-def test_compiled_beside_another(rank: int, world_size: int, closes: bool) -> None:
+def test_compiled_calls_of_a_group_with_two_communicators(
+    rank: int, world_size: int, closes: bool
+) -> None:
     """A traced call uses the group's own communicator, even if the group has or had others."""
     group = dist.new_group(list(range(world_size)))
     case = Case((3, 64))
@@ -158,7 +160,7 @@ def test_communicators_end_with_their_groups(rank: int, world_size: int) -> None
         found = weakref.ref(made)
         del made
         gc.collect()
-        assert found() is not None, "kept as long as its group"
+        assert found() is not None, "the group keeps its communicator alive"
         kept.append(found())
         dist.destroy_process_group(group)
         del group
@@ -207,7 +209,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("destroys", [False, True])
-def test_a_program_may_end_without_a_word(tmp_path: pathlib.Path, destroys: bool) -> None:
+def test_a_program_may_end_without_closing(tmp_path: pathlib.Path, destroys: bool) -> None:
     code = PROGRAM.format(destroys=destroys)
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -215,7 +217,7 @@ def test_a_program_may_end_without_a_word(tmp_path: pathlib.Path, destroys: bool
         text=True,
         check=False,
         timeout=HANG_SECONDS,
-        cwd=tmp_path,  # not the tree, if another allnorm is installed
+        cwd=tmp_path,  # outside the tree, so that PYTHONPATH decides which allnorm is imported
         env={**os.environ, "PYTHONPATH": str(pathlib.Path(allnorm.__file__).parent.parent)},
     )
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import allnorm
 from allnorm import quant as quants
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 HIDDEN = 64
 BACKENDS = ["aot_eager", "inductor"]
@@ -174,7 +174,8 @@ def test_export_and_make_fx_keep_calls(rank: int, world_size: int) -> None:
 # ---- fakes and caches ----------------------------------------------------------------------------
 
 
-def shards(rank: int, world_size: int, folder: str) -> None:
+@on(cpu=(2,))
+def test_caches_know_the_shard(rank: int, world_size: int, tmp_path: Any) -> None:
     """Rank 1 compiles after rank 0 has filled the shared cache; 5 rows are split into 3 and 2."""
     c, w = comm(), torch.ones(HIDDEN)
     store = dist.distributed_c10d._get_default_store()
@@ -193,7 +194,7 @@ def shards(rank: int, world_size: int, folder: str) -> None:
 
     x = inputs(rank, 5)[0]
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     torch._dynamo.reset()
     if rank == 1:
         store.wait(["allnorm test: rank 0 has compiled"])
@@ -203,11 +204,6 @@ def shards(rank: int, world_size: int, folder: str) -> None:
         assert_same_bits(mine, eager, "sharded")
     assert got[1].shape == (3 - rank, HIDDEN)
     torch._dynamo.reset()
-
-
-@on(cpu=(2,))
-def test_caches_know_the_shard(pool: RankPool, tmp_path: Any) -> None:
-    pool.run(shards, str(tmp_path))
 
 
 def test_fakes_depend_on_their_arguments_only() -> None:
@@ -245,7 +241,8 @@ def test_rows_of_another_rank(rank: int, world_size: int) -> None:
 # ---- tracers see the operators -------------------------------------------------------------------
 
 
-def traced(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_tracers_see_operators(rank: int, world_size: int) -> None:
     c, (x, w) = comm(), inputs(rank)
     names = ["all_reduce"] * 2 + ["all_reduce_add_rms_norm"] * 2
     names += ["all_reduce_add_rms_norm_quant", "all_gather_rows", "add_rms_norm"]
@@ -269,11 +266,6 @@ def traced(rank: int, world_size: int) -> None:
     for fake in (*inside, *outside):
         assert isinstance(fake, FakeTensor)
     check_in_step(c, rank)
-
-
-@on(cpu=(2,))
-def test_tracers_see_operators(pool: RankPool) -> None:
-    pool.run(traced)
 
 
 @on(cpu=(2,))

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import DTYPES, Case, comm, on
+from rank_helpers import DTYPES, Case, comm, on, same_on_every_rank
 
 from allnorm import islands as islands_
 from allnorm import names, policy
-from allnorm.testing import RankPool
 
 PLENTY = {"one_shot": 10_000, "two_shot": 10_000}
 
@@ -146,35 +145,25 @@ def test_rows_with_owners_take_two_shot(backend: str) -> None:
     assert owned(1).algorithm == "unfused"
 
 
-def plans(rank: int, world_size: int) -> list[policy.Plan]:
+@on(cpu=(1, 2, 3), gpu=(1, 2, 3, 8))
+def test_plans_are_the_same_on_every_rank(rank: int, world_size: int) -> None:
     c = comm()
-    return [
+    plans = [
         c.plan(tokens, hidden_size, dtype)
         for tokens, hidden_size, dtype in itertools.product(
             (0, 1, 16, 64, 257, 8192), (7, 120, 2880, 4096, 16384), DTYPES
         )
     ]
-
-
-@on(cpu=(1, 2, 3), gpu=(1, 2, 3, 8))
-def test_plans_are_the_same_on_every_rank(pool: RankPool) -> None:
-    results = pool.run(plans)
-    assert all(result == results[0] for result in results)
-    algorithms = {plan.algorithm for plan in results[0]}
-    assert algorithms >= ({"unfused"} if pool.world_size == 1 else {"one_shot"})
-
-
-def plan_alone(rank: int, world_size: int) -> str | None:
-    """plan() is not collective: one rank may call it while the others do something else."""
-    c = comm()
-    plan = c.plan(3, 64, torch.bfloat16) if rank == 0 else None
-    Case().check(c)
-    return None if plan is None else plan.algorithm
+    algorithms = {plan.algorithm for plan in same_on_every_rank(plans)}
+    assert algorithms >= ({"unfused"} if world_size == 1 else {"one_shot"})
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_plan_needs_no_peer(pool: RankPool) -> None:
-    assert pool.run(plan_alone) == ["one_shot", None]
+def test_plan_is_not_collective(rank: int, world_size: int) -> None:
+    c = comm()
+    if rank == 0:
+        assert c.plan(3, 64, torch.bfloat16).algorithm == "one_shot"
+    Case().check(c)
 
 
 # ---- Several islands -----------------------------------------------------------------------------
@@ -206,7 +195,7 @@ def test_equal_islands_are_hierarchical() -> None:
     assert choose_between(between(PAIRS), requested="unfused").algorithm == "unfused"
 
 
-def test_what_cannot_be_hierarchical_says_why() -> None:
+def test_plans_say_why_a_call_is_not_hierarchical() -> None:
     apart = between(((0, 2), (1, 3)))
     assert choose_between(apart).algorithm == "hierarchical"
     owned = choose_between(apart, owned_rows=True)

@@ -22,7 +22,7 @@ def test_defaults() -> None:
     assert spec == allnorm.Fp8PerGroup(128, "row_major", "float32")
 
 
-def test_every_combination_is_made_or_refused() -> None:
+def test_every_combination_is_accepted_or_refused() -> None:
     for size, layout, form in itertools.product((16, 32, 64, 128, 256, 512), LAYOUTS, FORMATS):
         if form == "ue8m0_packed" and layout == "column_major":
             with pytest.raises(ValueError, match=f"{layout}.*scale_layout='column_major_tma'"):
@@ -102,7 +102,7 @@ def ceil4(count: int) -> int:
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 7, 8, 33])
 @pytest.mark.parametrize(("hidden_size", "size"), [(2944, 128), (128, 128), (7168, 512), (48, 16)])
-def test_where_scales_lie(tokens: int, hidden_size: int, size: int) -> None:
+def test_memory_layouts_of_scales(tokens: int, hidden_size: int, size: int) -> None:
     groups = hidden_size // size
     words = -(-groups // 4)
     expected = {
@@ -125,7 +125,7 @@ def test_where_scales_lie(tokens: int, hidden_size: int, size: int) -> None:
     assert scale.is_contiguous()
 
 
-def test_memory_for_scales_is_refused_where_none_is_needed_or_fits() -> None:
+def test_memory_for_scales_is_refused_if_not_needed_or_unsupported() -> None:
     with pytest.raises(ValueError, match="already has a scale"):
         quants.empty_scale(allnorm.Fp8PerTensor(torch.ones(1)), 1, 64, "cpu")
     with pytest.raises(allnorm.UnsupportedError, match=r"2880.*128.*group_size=16 or 32 or 64"):
@@ -148,7 +148,7 @@ def test_specs_survive_as_arguments_of_an_operator(spec: quants.Quant) -> None:
     assert quants.from_op_arguments(*quants.op_arguments(spec)) == spec
 
 
-def test_arguments_of_an_operator_that_are_no_spec() -> None:
+def test_wrong_quantization_arguments_of_operators() -> None:
     with pytest.raises(ValueError, match=r"quant_kind='per_row'.*per_token"):
         quants.from_op_arguments("per_row", 0, "", "", None)
     with pytest.raises(ValueError, match="group_size=5"):

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import Case, device, on
+from rank_helpers import Case, device, on, same_on_every_rank
 
 import allnorm
 from allnorm import config, names, policy, tuning
 from allnorm.policy import Curve, Step, Table
-from allnorm.testing import RankPool
 from allnorm.tuning import Measured
 
 NAME = "NVIDIA H200"
@@ -53,7 +52,7 @@ def document(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def test_what_is_stored_is_read_again(tmp_path: pathlib.Path) -> None:
+def test_a_stored_table_can_be_read(tmp_path: pathlib.Path) -> None:
     curves = {
         ("bfloat16", "norm"): [
             Curve(2880, (Step(7, "one_shot"), Step(900, "two_shot"), Step(None, "two_shot", 132))),
@@ -87,12 +86,12 @@ def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 WRONG = {
-    "another format": changed("format", 1),
+    "a different format": changed("format", 1),
     "no format": changed("format", KeyError),
-    "another release": changed("allnorm", "0.0.1"),
-    "another device": changed("device", "NVIDIA B200"),
+    "a different release": changed("allnorm", "0.0.1"),
+    "a different device": changed("device", "NVIDIA B200"),
     "more ranks": changed("world_size", 8),
-    "ranks in words": changed("world_size", "4"),
+    "ranks as text": changed("world_size", "4"),
     "no entries": changed("entries", KeyError),
     "entries are no list": changed("entries", {}),
     "an entry is a number": changed("entries.0", 3),
@@ -100,7 +99,7 @@ WRONG = {
     "no dtype": changed("entries.0.dtype", KeyError),
     "unknown epilogue": changed("entries.0.epilogue", ["norm"]),
     "no columns": changed("entries.0.hidden_size", 0),
-    "columns in words": changed("entries.0.hidden_size", "4096"),
+    "columns as text": changed("entries.0.hidden_size", "4096"),
     "columns are true": changed("entries.0.hidden_size", True),
     "steps are no list": changed("entries.0.steps", "one_shot"),
     "no steps": changed("entries.0.steps", []),
@@ -113,17 +112,17 @@ WRONG = {
     "no end": changed("entries.0.steps.1.max_tokens", 99),
     "negative blocks": changed("entries.0.steps.1.num_blocks", -1),
     "very many blocks": changed("entries.0.steps.1.num_blocks", 1 << 20),
-    "three blocks to a row": changed("entries.0.steps.0.cluster_size", 3),
-    "blocks to a row in words": changed("entries.0.steps.0.cluster_size", "two"),
+    "three blocks per row": changed("entries.0.steps.0.cluster_size", 3),
+    "blocks per row as text": changed("entries.0.steps.0.cluster_size", "two"),
     "a product without its tokens": changed("entries.0.product", 7168),
     "a negative product": changed("entries.0.product", -1),
-    "a rate in words": changed("link_gbps", "362"),
+    "a rate as text": changed("link_gbps", "362"),
     "a rate is true": changed("link_gbps", True),
     "a rate is null": changed("link_gbps", None),
     "a negative rate": changed("link_gbps", -362),
     "a rate of bytes": changed("link_gbps", 0.5),
-    "a rate without end": changed("link_gbps", math.inf),
-    "a rate that is no number": changed("link_gbps", math.nan),
+    "an infinite rate": changed("link_gbps", math.inf),
+    "a rate that is NaN": changed("link_gbps", math.nan),
     "the same columns twice": lambda t: t["entries"].append(t["entries"][0]),
     "steps that do not rise": lambda t: t["entries"][0]["steps"].insert(
         0, {"max_tokens": 16, "algorithm": "two_shot", "num_blocks": 0}
@@ -132,7 +131,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_table_that_says_anything_else_is_refused(name: str, tmp_path: pathlib.Path) -> None:
+def test_wrong_tables_are_refused(name: str, tmp_path: pathlib.Path) -> None:
     table = copy.deepcopy(document())
     tuning.check(table, NAME, 4)
     WRONG[name](table)
@@ -150,7 +149,7 @@ def test_a_table_that_says_anything_else_is_refused(name: str, tmp_path: pathlib
     [b"", b"{", b"null", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b'"' + b" " * (5 << 20) + b'"'],
     ids=["empty", "half", "null", "list", "no text", "deep", "huge"],
 )
-def test_a_file_that_is_no_table_is_a_problem_not_an_error(
+def test_a_file_without_a_table_is_a_problem_but_no_error(
     content: bytes, tmp_path: pathlib.Path
 ) -> None:
     path = tmp_path / "t.json"
@@ -160,7 +159,7 @@ def test_a_file_that_is_no_table_is_a_problem_not_an_error(
     assert own.found.problem
 
 
-def test_no_file_is_no_problem_but_an_unreadable_one_is(tmp_path: pathlib.Path) -> None:
+def test_only_unreadable_files_are_a_problem(tmp_path: pathlib.Path) -> None:
     assert not tuning.read(tmp_path / "absent" / "t.json", NAME, 4).found.problem
     assert "cannot be read" in tuning.read(tmp_path, NAME, 4).found.problem  # a folder
 
@@ -243,7 +242,7 @@ def test_the_rate_of_the_link_is_that_of_the_first_table() -> None:
             assert rate(tables, algorithm) == expected
             assert rate(tables[1:], algorithm) == 369.0
             assert rate((), algorithm) == 0.0
-        assert rate(tables, "unfused") == 0.0, "it sends nothing itself"
+        assert rate(tables, "unfused") == 0.0, "an unfused call sends nothing itself"
 
 
 def rate(tables: tuple[Table, ...], algorithm: str) -> float:
@@ -307,14 +306,14 @@ WIDE = Table(
     ("tokens", "hidden_size", "cluster_size"),
     [(64, 4096, 1), (65, 4096, 0), (1, 2056, 1), (1, 2048, 0), (1, 4104, 0), (1, 8192, 0)],
 )
-def test_blocks_to_a_row_are_those_of_rows_as_wide(
+def test_blocks_per_row_apply_to_rows_of_that_width(
     tokens: int, hidden_size: int, cluster_size: int
 ) -> None:
     """Wider rows may need more blocks, and narrower ones may leave blocks without work."""
     assert choose(tokens, hidden_size, tables=(WIDE,)).cluster_size == cluster_size
 
 
-def test_blocks_to_a_row_are_left_to_the_library_where_it_must_choose() -> None:
+def test_the_library_chooses_blocks_per_row_if_a_table_does_not_apply() -> None:
     plenty = {"one_shot": 10**6, "two_shot": 10**6}
 
     def size(requested: str = "auto", **traits: Any) -> int:
@@ -327,7 +326,7 @@ def test_blocks_to_a_row_are_left_to_the_library_where_it_must_choose() -> None:
     assert size(max_row_bytes=8192) == 0, "kernels without clusters"
 
 
-def test_plans_say_where_calls_were_measured() -> None:
+def test_plans_name_the_mode_of_the_measurement() -> None:
     curve = Curve(4096, (Step(None, "one_shot"),), product=7168, product_tokens=1024)
     table = Table("tuned here", {("bfloat16", "norm"): [curve]})
     for tokens, hidden_size, mode in (
@@ -340,10 +339,10 @@ def test_plans_say_where_calls_were_measured() -> None:
     assert "in a chain of calls" in choose(1, 2048).reason
 
 
-def test_what_a_table_does_not_know_is_asked_elsewhere() -> None:
+def test_calls_that_a_table_lacks_use_other_tables() -> None:
     assert choose(1, 2048, "bfloat16", "per_group").algorithm == "two_shot"
-    assert choose(1, 2048, "float16", "per_group").algorithm == "two_shot"  # as wide
-    assert choose(1, 2048, "bfloat16", "per_token").algorithm == "one_shot"  # of the plain norm
+    assert choose(1, 2048, "float16", "per_group").algorithm == "two_shot"  # elements as wide
+    assert choose(1, 2048, "bfloat16", "per_token").algorithm == "one_shot"  # as the plain norm
     assert choose(1, 2048, "float32", "norm").source == "default"
     other = Table("seed h200", {("float32", "norm"): [Curve(2048, (Step(None, "two_shot"),))]})
     assert choose(1, 2048, "float32", "norm", tables=(TABLE, other)).source == "seed h200"
@@ -412,38 +411,35 @@ def check_calls(comm: allnorm.Communicator) -> list[policy.Plan]:
     return plans
 
 
-def use_one_table(rank: int, world_size: int, folder: pathlib.Path) -> list[policy.Plan]:
+@on(cpu=(2, 3), gpu=(2,))
+def test_a_communicator_uses_the_table(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
     if rank == 0:
         steps = ((2, "two_shot"), (16, "one_shot"), (30, "unfused"), (None, "two_shot"))
-        write(folder, world_size, entry(*steps, hidden_size=64))
+        write(tmp_path, world_size, entry(*steps, hidden_size=64))
     torch.distributed.barrier()
-    comm, texts = created(folder)
+    comm, texts = created(tmp_path)
     assert texts == []
     with comm:
-        return check_calls(comm)
-
-
-@on(cpu=(2, 3), gpu=(2,))
-def test_a_communicator_uses_the_table(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    plans = pool.run(use_one_table, tmp_path)
-    assert all(plan == plans[0] for plan in plans)
-    by_shape = dict(zip(SHAPES, plans[0][::3], strict=True))
+        plans = same_on_every_rank(check_calls(comm))
+    by_shape = dict(zip(SHAPES, plans[::3], strict=True))
     assert by_shape[1, 64].algorithm == "two_shot"
     assert by_shape[3, 64].algorithm == "one_shot"
     assert by_shape[17, 64].algorithm == "unfused"
     assert by_shape[40, 128].algorithm == "two_shot"
-    far = by_shape.pop((5, 4096))  # from the only width that was measured
-    assert not far.source.startswith("tuned"), "some GPUs have a table that is shipped"
+    far = by_shape.pop((5, 4096))  # far from the measured width; shipped tables may have it
+    assert not far.source.startswith("tuned")
     for plan in by_shape.values():
         assert plan.source.startswith(f"tuned {tmp_path}")
         assert plan.source.endswith(", 2026-11-21")
 
 
-def use_own_tables(
-    rank: int, world_size: int, folder: pathlib.Path, kind: str
-) -> tuple[list[policy.Plan], list[str]]:
-    """Ranks with different tables would hang or diverge if each used its own."""
-    own = folder / str(rank)
+@pytest.mark.parametrize("kind", ["different", "one missing", "one corrupt"])
+@on(cpu=(2, 3), gpu=(2,))
+def test_tables_that_differ_are_used_by_no_rank(
+    rank: int, world_size: int, tmp_path: pathlib.Path, kind: str
+) -> None:
+    """Ranks would hang or diverge if each used its own table."""
+    own = tmp_path / str(rank)
     algorithm = "one_shot" if rank == 0 else "two_shot"
     if kind == "different":
         write(own, world_size, entry((None, algorithm), hidden_size=64))
@@ -457,31 +453,21 @@ def use_own_tables(
             path.write_text(path.read_text()[:-20])
     comm, texts = created(own)
     with comm:
-        return check_calls(comm), texts
+        plans = same_on_every_rank(check_calls(comm))
+    assert not any(plan.source.startswith("tuned") for plan in plans)
+    assert len(texts) == (rank == 0), "only rank 0 warns"
+    assert all("allnorm tune" in text and "bit-identical" in text for text in texts)
 
 
-@pytest.mark.parametrize("kind", ["different", "one missing", "one corrupt"])
-@on(cpu=(2, 3), gpu=(2,))
-def test_tables_that_differ_are_used_by_no_rank(
-    pool: RankPool, tmp_path: pathlib.Path, kind: str
+@on(gpu=(2,))
+def test_capture_and_replay_choose_alike(
+    rank: int, world_size: int, tmp_path: pathlib.Path
 ) -> None:
-    results = pool.run(use_own_tables, tmp_path, kind)
-    plans = [result[0] for result in results]
-    assert all(plan == plans[0] for plan in plans)
-    assert not any(plan.source.startswith("tuned") for plan in plans[0])
-    first, *others = [result[1] for result in results]
-    assert len(first) == 1, "one warning"
-    assert not any(others), "of one rank"
-    assert "allnorm tune" in first[0]
-    assert "bit-identical" in first[0]
-
-
-def capture_and_replay(rank: int, world_size: int, folder: pathlib.Path) -> None:
     """A graph keeps the choice made at its capture, even if a table is stored later."""
     if rank == 0:
-        write(folder, world_size, entry((None, "one_shot"), hidden_size=64))
+        write(tmp_path, world_size, entry((None, "one_shot"), hidden_size=64))
     torch.distributed.barrier()
-    comm, _ = created(folder)
+    comm, _ = created(tmp_path)
     case = Case(shape=(8, 64))
     arguments = case.call_arguments(comm)
     x = case.x(rank)
@@ -491,7 +477,7 @@ def capture_and_replay(rank: int, world_size: int, folder: pathlib.Path) -> None
         results = comm.all_reduce_add_rms_norm(x, **arguments)
     torch.distributed.barrier()
     if rank == 0:
-        write(folder, world_size, entry((None, "two_shot"), hidden_size=64))
+        write(tmp_path, world_size, entry((None, "two_shot"), hidden_size=64))
     torch.distributed.barrier()
     for _ in range(3):
         graph.replay()
@@ -501,30 +487,21 @@ def capture_and_replay(rank: int, world_size: int, folder: pathlib.Path) -> None
     comm.close()
 
 
-@on(gpu=(2,))
-def test_capture_and_replay_choose_alike(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    pool.run(capture_and_replay, tmp_path)
-
-
-def blocks(rank: int, world_size: int, folder: pathlib.Path) -> None:
+@on(cpu=(2,), gpu=(2, 4))
+def test_any_number_of_blocks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
     """Tables may limit the blocks of a launch without changing results."""
     for num_blocks in (1, 2, 7, 64, 132, 1000):
         if rank == 0:
             table = entry((None, "two_shot"), hidden_size=64)
             table["steps"][0]["num_blocks"] = num_blocks
-            write(folder, world_size, table)
+            write(tmp_path, world_size, table)
         torch.distributed.barrier()
-        comm, _ = created(folder)
+        comm, _ = created(tmp_path)
         with comm:
             assert comm.plan(8, 64).num_blocks == num_blocks
             check_calls(comm)
             Case(shape=(700, 1024)).check(comm)
         torch.distributed.barrier()
-
-
-@on(cpu=(2,), gpu=(2, 4))
-def test_any_number_of_blocks(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    pool.run(blocks, tmp_path)
 
 
 # On GPUs there are special kernels for launches with fewer blocks than rows.
@@ -537,16 +514,17 @@ MANY_ROWS = (
 )
 
 
-def limited(rank: int, world_size: int, folder: pathlib.Path) -> None:
+@on(cpu=(2,), gpu=(2, 4))
+def test_any_limit_of_blocks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
     """The caller may limit blocks too; the smaller limit applies, and results do not change."""
     table = entry((None, "two_shot"), hidden_size=64)
     table["steps"][0]["num_blocks"] = 40
     if rank == 0:
-        write(folder, world_size, table)
+        write(tmp_path, world_size, table)
     torch.distributed.barrier()
     for max_blocks in (1, 7, 64, 1 << 40):
         with allnorm.Communicator(
-            device=device(), tuning_dir=folder, max_blocks=max_blocks
+            device=device(), tuning_dir=tmp_path, max_blocks=max_blocks
         ) as comm:
             on_gpu = comm.device.type == "cuda"
             asked = comm.plan(8, 64, algorithm="one_shot")
@@ -564,11 +542,6 @@ def limited(rank: int, world_size: int, folder: pathlib.Path) -> None:
                 for call in range(3):
                     for algorithm in ("one_shot", "two_shot"):
                         dataclasses.replace(case, algorithm=algorithm, call=call).check(comm)
-
-
-@on(cpu=(2,), gpu=(2, 4))
-def test_any_limit_of_blocks(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    pool.run(limited, tmp_path)
 
 
 def test_ratio_is_symmetric() -> None:

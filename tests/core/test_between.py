@@ -85,9 +85,34 @@ def make_calls(
             time.sleep(pauses.random() * 2e-3)
 
 
-def several(
-    rank: int, world_size: int, islands: Sequence[Any], algorithms: Sequence[str], count: int
+FLAT, MIXED, UNEVEN = ("auto",) * 3, ("auto", APART, APART), ((0, 1, 2), (3,))
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize(
+    ("islands", "algorithms"),
+    [
+        (islands, names)
+        for islands in (FLAT, MIXED)
+        for names in (("unfused",), ("unfused", "auto"))
+    ],
+    ids=["flat-all", "flat-some", "apart-all", "apart-some"],
+)
+def test_threads_with_a_communicator_each(
+    rank: int, world_size: int, islands: Sequence[Any], algorithms: Sequence[str]
 ) -> None:
+    run_in_threads(rank, islands, algorithms, 60)
+
+
+@on(cpu=(4,))
+def test_threads_with_communicators_of_different_islands(rank: int, world_size: int) -> None:
+    run_in_threads(rank, (PAIRS, UNEVEN, PAIRS, "auto"), ("auto", "unfused"), 25)
+
+
+def run_in_threads(
+    rank: int, islands: Sequence[Any], algorithms: Sequence[str], count: int
+) -> None:
+    """Creates a communicator per entry of `islands`, and makes its calls in its own thread."""
     comms = [allnorm.Communicator(device=device(), islands=part, timeout=120) for part in islands]
 
     def body(number: int, c: allnorm.Communicator) -> Callable[[], None]:
@@ -98,21 +123,6 @@ def several(
     for c in comms:
         c.check()
         c.close()
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("algorithms", [("unfused",), ("unfused", "auto")], ids=["all", "some"])
-@pytest.mark.parametrize("islands", [("auto",) * 3, ("auto", APART, APART)], ids=["flat", "apart"])
-def test_threads_with_a_communicator_each(
-    pool: RankPool, islands: Sequence[Any], algorithms: Sequence[str]
-) -> None:
-    pool.run(several, islands, algorithms, 60)
-
-
-@on(cpu=(4,))
-def test_threads_over_islands_and_ranks_that_have_none(pool: RankPool) -> None:
-    uneven = ((0, 1, 2), (3,))
-    pool.run(several, (PAIRS, uneven, PAIRS, "auto"), ("auto", "unfused"), 25)
 
 
 @on(cpu=(2,))

@@ -135,7 +135,14 @@ def test_failing_calls_are_shrunk(pools: Pools, rng: random.Random, width: int) 
 # ---- properties of several calls -----------------------------------------------------------------
 
 
-def rows_alone(rank: int, world_size: int, case: Case) -> None:
+ALONE = [Case((37, w), numerics=mode) for w in (4096, 2880, 136, 7) for mode in MODES]
+ALONE += [Case((37, 576), quant=quant) for quant in (None, *QUANTS)]
+ALONE += [Case((37, 2304), **change) for change in CHANGES]
+
+
+@on(cpu=(2, 3), gpu=range(2, 9))
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_a_row_alone_equals_the_row_in_a_batch(rank: int, world_size: int, case: Case) -> None:
     c, draw = comm(), random.Random(case.hidden_size)
     x, arguments = case.x(rank), case.call_arguments(c)
     residual = arguments.pop("residual")
@@ -155,15 +162,6 @@ def rows_alone(rank: int, world_size: int, case: Case) -> None:
         rows = draw.sample(range(case.num_tokens), draw.choice((1, 1, 2, 16, 30)))
         for got, want in zip(run(rows, draw.choice(usable)), whole, strict=True):
             assert_same_bits(got, want[rows], f"rows {rows} of {case}")
-
-
-@on(cpu=(2, 3), gpu=range(2, 9))
-def test_a_row_alone_equals_the_row_in_a_batch(pool: RankPool) -> None:
-    cases = [Case((37, w), numerics=mode) for w in (4096, 2880, 136, 7) for mode in MODES]
-    cases += [Case((37, 576), quant=quant) for quant in (None, *QUANTS)]
-    cases += [Case((37, 2304), **change) for change in CHANGES]
-    for case in cases:
-        pool.run(rows_alone, case)
 
 
 @on(cpu=(2, 3), gpu=(2, 8))

@@ -1,4 +1,4 @@
-"""Wrong arguments: a clear error, the same on every rank, and the communicator works afterwards."""
+"""Wrong arguments: clear errors, the same on every rank, and the communicator stays usable."""
 
 from __future__ import annotations
 
@@ -20,152 +20,213 @@ from rank_helpers import (
 )
 
 import allnorm
+from allnorm import quant as quants
 
 H = 64
+FP8 = torch.float8_e4m3fn
+TMA = allnorm.Fp8PerGroup(16, "column_major_tma")
+EITHER = (TypeError, ValueError)
+UNSUPPORTED = allnorm.UnsupportedError
+META = "meta"
 
-# name: (expected error types, words of the message, changed arguments of a valid call)
-Change = Callable[[dict[str, Any]], dict[str, Any]]
-FUSED: dict[str, tuple[type[Exception] | tuple[type[Exception], ...], tuple[str, ...], Change]] = {
-    "x not a tensor": (TypeError, ("x", "list"), lambda a: {"x": [1.0]}),
-    "x None": (TypeError, ("x",), lambda a: {"x": None}),
+# "argument what is wrong": (error types, words of the message besides the argument's name, change).
+# The change takes the arguments of a valid call; it returns the wrong value of the argument that
+# the name begins with, or several arguments by name.
+Row = tuple[Any, tuple[str, ...], Callable[[dict[str, Any]], Any]]
+
+
+def every_second(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with the shape of the given one, whose last dimension has gaps."""
+    return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+FUSED: dict[str, Row] = {
+    "x not a tensor": (TypeError, ("list",), lambda a: [1.0]),
+    "x None": (TypeError, (), lambda a: None),
     "x float64": (
-        allnorm.UnsupportedError,
-        ("x", "float64", "bfloat16"),
+        *(UNSUPPORTED, ("float64", "bfloat16")),
         lambda a: {k: a[k].double() for k in ("x", "residual", "weight")},
     ),
-    "x integer": ((TypeError, ValueError), ("x", "int32"), lambda a: {"x": a["x"].int()}),
-    "x scalar": (ValueError, ("x", "()"), lambda a: {"x": a["x"][0, 0], "residual": None}),
-    "x no columns": (
-        ValueError,
-        ("x", "(4, 0)"),
+    "x integer": (EITHER, ("int32",), lambda a: a["x"].int()),
+    "x scalar": (ValueError, ("()",), lambda a: {"x": a["x"][0, 0], "residual": None}),
+    "x without columns": (
+        *(ValueError, ("(4, 0)",)),
         lambda a: {"x": a["x"][:, :0], "residual": None, "weight": a["weight"][:0]},
     ),
-    "x columns not contiguous": (
-        ValueError,
-        ("x", "contiguous"),
-        lambda a: {"x": a["x"].repeat(1, 2)[:, ::2]},
-    ),
-    "x transposed": (
-        ValueError,
-        ("x", "contiguous"),
-        lambda a: {"x": a["x"].t().contiguous().t()},
-    ),
-    "x on another device": (
-        (ValueError, TypeError),
-        ("x", "meta"),
-        lambda a: {"x": a["x"].to("meta")},
-    ),
+    "x with gaps between columns": (ValueError, ("contiguous",), lambda a: every_second(a["x"])),
+    "x transposed": (ValueError, ("contiguous",), lambda a: a["x"].t().contiguous().t()),
+    "x on a different device": (EITHER, (META,), lambda a: a["x"].to(META)),
     "hidden_size too large": (
-        ValueError,
-        ("hidden_size",),
+        *(ValueError, ()),
         lambda a: {
             "x": a["x"].new_zeros(1, 1 << 20),
             "residual": None,
             "weight": a["weight"].new_zeros(1 << 20),
         },
     ),
-    "residual not a tensor": (TypeError, ("residual",), lambda a: {"residual": 1.0}),
-    "residual of another shape": (
-        ValueError,
-        ("residual", "(3, 64)", "(4, 64)"),
-        lambda a: {"residual": a["residual"][:3]},
+    "residual not a tensor": (TypeError, (), lambda a: 1.0),
+    "residual too low": (ValueError, ("(3, 64)", "(4, 64)"), lambda a: a["residual"][:3]),
+    "residual to be broadcast": (ValueError, ("(1, 64)",), lambda a: a["residual"][:1]),
+    "residual of a different dtype": (EITHER, ("float32",), lambda a: a["residual"].float()),
+    "residual on a different device": (EITHER, (META,), lambda a: a["residual"].to(META)),
+    "residual with gaps": (ValueError, ("contiguous",), lambda a: every_second(a["residual"])),
+    "weight None": (TypeError, (), lambda a: None),
+    "weight too short": (ValueError, ("(63,)", "64"), lambda a: a["weight"][:63]),
+    "weight two-dimensional": (ValueError, (), lambda a: a["weight"][None]),
+    "weight of a third dtype": (EITHER, ("float16",), lambda a: a["weight"].half()),
+    "weight on a different device": (EITHER, (META,), lambda a: a["weight"].to(META)),
+    "weight with gaps": (ValueError, ("contiguous",), lambda a: every_second(a["weight"])),
+    "eps negative": (ValueError, ("-1e-06",), lambda a: -1e-6),
+    "eps NaN": (ValueError, ("nan",), lambda a: float("nan")),
+    "eps infinite": (ValueError, ("inf",), lambda a: float("inf")),
+    "eps a string": (EITHER, (), lambda a: "1e-6"),
+    "eps a tensor": (EITHER, (), lambda a: torch.tensor(1e-6)),
+    "weight_bias NaN": (ValueError, (), lambda a: float("nan")),
+    "weight_bias a list": (EITHER, (), lambda a: [1.0]),
+    "numerics unknown": (ValueError, ("'exact'", "rounded", "vllm"), lambda a: "exact"),
+    "numerics a number": (EITHER, (), lambda a: 3),
+    "algorithm unknown": (ValueError, ("'ring'", *ALGORITHMS), lambda a: "ring"),
+    "algorithm None": (EITHER, (), lambda a: None),
+    "out of a different shape": (ValueError, ("(2, 128)",), lambda a: a["x"].new_empty(2, 128)),
+    "out of a different dtype": (EITHER, ("float32",), lambda a: a["x"].float()),
+    "out on a different device": (EITHER, (META,), lambda a: a["x"].to(META)),
+    "out with gaps": (ValueError, ("contiguous",), lambda a: every_second(a["x"])),
+    "out with one row for all": (ValueError, (), lambda a: a["x"].new_empty(1, H).expand(4, H)),
+    "residual_out too high": (ValueError, (), lambda a: a["residual"].new_empty(5, H)),
+    "out a number": (TypeError, (), lambda a: 1),
+}
+
+
+def fp8(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape or x.shape, dtype=FP8, device=x.device)
+
+
+def scales(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, device=x.device)
+
+
+def in_one_place(a: dict[str, Any], what: str) -> dict[str, Any]:
+    """Returns memory for quantized rows that overlaps the argument `what`."""
+    memory = torch.zeros(8 * H, dtype=torch.uint8, device=a["x"].device)
+    scale = memory.view(torch.float32)
+    out = {"quantized_out": memory[: 4 * H].view(FP8).view(4, H)}
+    if what == "residual_out":
+        return {**out, "residual_out": memory.view(a["x"].dtype).view(4, H)}
+    if what == "quant":
+        return {**out, "quant": allnorm.Fp8PerTensor(scale[:1])}
+    return {**out, "scale_out": scale[:16].view(4, 4)}
+
+
+def padding_over_weight(a: dict[str, Any]) -> dict[str, Any]:
+    scale = quants.empty_scale(TMA, 3, H, a["x"].device)
+    memory = torch.zeros(16 + H, dtype=torch.float32, device=a["x"].device)
+    return {
+        "x": a["x"][:3],
+        "residual": None,
+        "quant": TMA,
+        "weight": memory[15 : 15 + H],  # the last float is the padding of the last column
+        "scale_out": memory.as_strided(scale.shape, scale.stride()),
+    }
+
+
+SHARES = "shares memory with"
+QUANTIZED: dict[str, Row] = {
+    **{name: row for name, row in FUSED.items() if not name.startswith(("out", "residual_"))},
+    "quant None": (TypeError, ("quant=None", "Fp8PerGroup"), lambda a: None),
+    "quant a string": (TypeError, ("quant='fp8'", "Fp8PerToken"), lambda a: "fp8"),
+    "quant a list": (TypeError, ("quant=[128]",), lambda a: [128]),
+    "quant a class": (TypeError, ("quant=",), lambda a: allnorm.Fp8PerToken),
+    "group_size too large": (
+        *(UNSUPPORTED, ("64", "group_size=128", "16 or 32 or 64")),
+        lambda a: {"quant": allnorm.Fp8PerGroup(128)},
     ),
-    "residual to be broadcast": (
-        ValueError,
-        ("residual", "(1, 64)"),
-        lambda a: {"residual": a["residual"][:1]},
+    "quant.scale on a different device": (
+        *(ValueError, (META,)),
+        lambda a: {"quant": allnorm.Fp8PerTensor(torch.ones(1, device=META))},
     ),
-    "residual of another dtype": (
-        (TypeError, ValueError),
-        ("residual", "float32"),
-        lambda a: {"residual": a["residual"].float()},
+    "return_normed a number": (TypeError, ("=16", "True or False"), lambda a: 16),
+    "quantized_out with the dtype of x": (
+        *(TypeError, ("bfloat16", "float8_e4m3fn")),
+        lambda a: torch.empty_like(a["x"]),
     ),
-    "residual on another device": (
-        (ValueError, TypeError),
-        ("residual", "meta"),
-        lambda a: {"residual": a["residual"].to("meta")},
+    "quantized_out too wide": (ValueError, ("(2, 128)", "(4, 64)"), lambda a: fp8(a["x"], 2, 128)),
+    "quantized_out with gaps": (
+        *(ValueError, ("contiguous",)),
+        lambda a: fp8(a["x"], 4, 2 * H)[:, ::2],
     ),
-    "residual not contiguous": (
-        ValueError,
-        ("residual", "contiguous"),
-        lambda a: {"residual": a["residual"].repeat(1, 2)[:, ::2]},
+    "quantized_out with one row for all": (
+        *(ValueError, ("distinct",)),
+        lambda a: fp8(a["x"], 1, H).expand(4, H),
     ),
-    "weight None": (TypeError, ("weight",), lambda a: {"weight": None}),
-    "weight too short": (
-        ValueError,
-        ("weight", "(63,)", "64"),
-        lambda a: {"weight": a["weight"][:63]},
+    "quantized_out on a different device": (ValueError, (META,), lambda a: fp8(a["x"]).to(META)),
+    "quantized_out a number": (TypeError, ("int",), lambda a: 1),
+    "normed_out of a different dtype": (TypeError, ("float8",), lambda a: fp8(a["x"])),
+    "normed_out too high": (ValueError, ("(5, 64)",), lambda a: a["x"].new_empty(5, H)),
+    "residual_out too high": (ValueError, ("(5, 64)",), lambda a: a["x"].new_empty(5, H)),
+    "scale_out a number": (TypeError, ("float",), lambda a: 1.0),
+    "scale_out of a different dtype": (
+        *(TypeError, ("bfloat16", "float32")),
+        lambda a: a["x"].new_empty(4, 4),
     ),
-    "weight two-dimensional": (ValueError, ("weight",), lambda a: {"weight": a["weight"][None]}),
-    "weight of a third dtype": (
-        (TypeError, ValueError),
-        ("weight", "float16"),
-        lambda a: {"weight": a["weight"].half()},
+    "scale_out too wide": (
+        *(ValueError, ("(4, 5)", "(4, 4)", "empty_scale")),
+        lambda a: scales(a["x"], 4, 5),
     ),
-    "weight on another device": (
-        (ValueError, TypeError),
-        ("weight", "meta"),
-        lambda a: {"weight": a["weight"].to("meta")},
+    "scale_out transposed": (
+        *(ValueError, ("(1, 4)", "(4, 1)")),
+        lambda a: scales(a["x"], 4, 4).t(),
     ),
-    "weight not contiguous": (
-        ValueError,
-        ("weight", "contiguous"),
-        lambda a: {"weight": a["weight"].repeat(2)[::2]},
+    "scale_out on a different device": (
+        *(ValueError, (META,)),
+        lambda a: torch.empty(4, 4, device=META),
     ),
-    "eps negative": (ValueError, ("eps", "-1e-06"), lambda a: {"eps": -1e-6}),
-    "eps NaN": (ValueError, ("eps", "nan"), lambda a: {"eps": float("nan")}),
-    "eps infinite": (ValueError, ("eps", "inf"), lambda a: {"eps": float("inf")}),
-    "eps a string": ((TypeError, ValueError), ("eps",), lambda a: {"eps": "1e-6"}),
-    "eps a tensor": ((TypeError, ValueError), ("eps",), lambda a: {"eps": torch.tensor(1e-6)}),
-    "weight_bias NaN": (ValueError, ("weight_bias",), lambda a: {"weight_bias": float("nan")}),
-    "weight_bias a list": (
-        (TypeError, ValueError),
-        ("weight_bias",),
-        lambda a: {"weight_bias": [1.0]},
+    "scale_out without padding": (
+        *(ValueError, ("padding", "empty_scale")),
+        lambda a: {
+            "x": a["x"][:3],
+            "residual": None,
+            "quant": TMA,
+            "scale_out": torch.empty_strided((3, 4), (1, 4), device=a["x"].device),
+        },
     ),
-    "numerics unknown": (
-        ValueError,
-        ("numerics", "'exact'", "rounded", "vllm"),
-        lambda a: {"numerics": "exact"},
+    "scale_out in addition to a given scale": (
+        *(ValueError, ("Fp8PerTensor",)),
+        lambda a: {
+            "quant": allnorm.Fp8PerTensor(scales(a["x"], 1)),
+            "scale_out": scales(a["x"], 1),
+        },
     ),
-    "numerics a number": ((ValueError, TypeError), ("numerics",), lambda a: {"numerics": 3}),
-    "algorithm unknown": (
-        ValueError,
-        ("algorithm", "'ring'", "one_shot", "two_shot", "unfused", "auto"),
-        lambda a: {"algorithm": "ring"},
+    "quantized_out in the memory of x": (
+        *(ValueError, (f"{SHARES} x",)),
+        lambda a: a["x"].view(FP8)[:, :H],
     ),
-    "algorithm None": ((ValueError, TypeError), ("algorithm",), lambda a: {"algorithm": None}),
-    "out of another shape": (
-        ValueError,
-        ("out", "(2, 128)"),
-        lambda a: {"out": torch.empty_like(a["x"]).view(2, 128)},
+    **{
+        f"quantized_out in the memory of {other}": (
+            *(ValueError, (f"{SHARES} {other}",)),
+            lambda a, what=what: in_one_place(a, what),
+        )
+        for what, other in (
+            *(("residual_out", "residual_out"), ("scale_out", "scale_out")),
+            ("quant", "quant.scale"),
+        )
+    },
+    "scale_out in the memory of residual": (
+        *(ValueError, (f"{SHARES} residual.",)),
+        lambda a: a["residual"].view(torch.float32).view(-1)[:16].view(4, 4),
     ),
-    "out of another dtype": (
-        (TypeError, ValueError),
-        ("out", "float32"),
-        lambda a: {"out": a["x"].float()},
+    "scale_out with padding in the memory of weight": (
+        *(ValueError, (f"{SHARES} weight",)),
+        padding_over_weight,
     ),
-    "out on another device": (
-        (ValueError, TypeError),
-        ("out", "meta"),
-        lambda a: {"out": a["x"].to("meta")},
+    "normed_out in the memory of residual": (
+        *(ValueError, (f"{SHARES} residual.",)),
+        lambda a: a["residual"],
     ),
-    "out not contiguous": (
-        ValueError,
-        ("out", "contiguous"),
-        lambda a: {"out": a["x"].repeat(1, 2)[:, ::2]},
+    "residual_out in the memory of normed_out": (
+        *(ValueError, (f"{SHARES} normed_out",)),
+        lambda a: dict.fromkeys(("normed_out", "residual_out"), torch.empty_like(a["x"])),
     ),
-    "out with one row for all": (
-        ValueError,
-        ("out",),
-        lambda a: {"out": a["x"].new_empty(1, H).expand(4, H)},
-    ),
-    "residual_out of another shape": (
-        ValueError,
-        ("residual_out",),
-        lambda a: {"residual_out": a["residual"].new_empty(5, H)},
-    ),
-    "out a number": (TypeError, ("out",), lambda a: {"out": 1}),
+    "residual_out in the memory of x": (ValueError, (f"{SHARES} x",), lambda a: a["x"]),
 }
 
 
@@ -174,24 +235,45 @@ def good_arguments() -> dict[str, Any]:
     return {"x": case.x(0), **case.norm_arguments()}
 
 
-def check_refusals(rows: dict[str, Any], call: Callable[..., Any], good: Case) -> None:
-    """Checks that the calls of all rows are refused, on all ranks by the same message.
-
-    A valid call follows each refused one.
-    """
-    for number, (name, (error, words, change)) in enumerate(rows.items()):
-        arguments = {**good_arguments(), **({} if good.quant is None else {"quant": good.quant})}
-        arguments.update(change(arguments))
-        text = message_of(error, lambda a=arguments: call(**a))
-        missing = [word for word in words if word not in text]
-        assert not missing, f"{name}: {text} does not mention {missing}"
-        same_on_every_rank(re.sub(r"cuda:\d", "cuda", text))  # ranks have different GPUs
-        good.but(call=number).check(comm())
+def refused(name: str, row: Row, call: Callable[..., Any], good: dict[str, Any]) -> str:
+    """Makes the wrong call of a row; returns the error's text."""
+    error, words, change = row
+    argument = name.split()[0]
+    value = change(good)
+    changed = value if isinstance(value, dict) else {argument: value}
+    text = message_of(error, lambda: call(**{**good, **changed}))
+    missing = [word for word in (argument, *words) if word not in text]
+    assert not missing, f"{name}: {text} does not mention {missing}"
+    return text
 
 
 @on(cpu=(1, 2, 3), gpu=(1, 2))
-def test_every_refusal(rank: int, world_size: int) -> None:
-    check_refusals(FUSED, comm().all_reduce_add_rms_norm, Case((2, H)))
+@pytest.mark.parametrize("quantized", [False, True])
+def test_every_refusal(rank: int, world_size: int, quantized: bool) -> None:
+    """All ranks refuse by the same message. A valid call follows each refused one."""
+    c, quant = comm(), allnorm.Fp8PerGroup(16) if quantized else None
+    more = {"quant": quant} if quantized else {}
+    call = c.all_reduce_add_rms_norm_quant if quantized else c.all_reduce_add_rms_norm
+    for number, (name, row) in enumerate((QUANTIZED if quantized else FUSED).items()):
+        text = refused(name, row, call, {**good_arguments(), **more})
+        same_on_every_rank(re.sub(r"cuda:\d", "cuda", text))  # ranks have different GPUs
+        Case((4, H), quant=quant, call=number).check(c)
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_refusals_after_success(rank: int, world_size: int) -> None:
+    """Prepared calls do not change how similar wrong calls are refused."""
+    c = comm()
+    for algorithm, (name, row) in itertools.product(ALGORITHMS, FUSED.items()):
+        if name.startswith("algorithm"):
+            continue
+        texts = []
+        for repeats in (0, 3):
+            arguments = {**good_arguments(), "algorithm": algorithm}
+            for _ in range(repeats):
+                c.all_reduce_add_rms_norm(**arguments)
+            texts.append(refused(name, row, c.all_reduce_add_rms_norm, arguments))
+        assert texts[0] == texts[1]
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -201,11 +283,11 @@ def test_refusals_of_all_reduce_and_plan(rank: int, world_size: int) -> None:
     texts = []
     for error, call in (
         (TypeError, lambda: c.all_reduce(None)),
-        (allnorm.UnsupportedError, lambda: c.all_reduce(x.long())),
+        (UNSUPPORTED, lambda: c.all_reduce(x.long())),
         (ValueError, lambda: c.all_reduce(x.t())),
         (ValueError, lambda: c.all_reduce(x, algorithm="tree")),
         (ValueError, lambda: c.all_reduce(x, out=x[:2])),
-        ((TypeError, ValueError), lambda: c.all_reduce(x, out=x.float())),
+        (EITHER, lambda: c.all_reduce(x, out=x.float())),
         (ValueError, lambda: c.plan(-1, H, torch.bfloat16)),
         (ValueError, lambda: c.plan(1, 0, torch.bfloat16)),
         (ValueError, lambda: c.plan(1, H, torch.float64)),
@@ -215,27 +297,25 @@ def test_refusals_of_all_reduce_and_plan(rank: int, world_size: int) -> None:
     Case().check(c)
 
 
-@on(cpu=(2,), gpu=(2,))
-def test_refusals_after_success(rank: int, world_size: int) -> None:
-    """Prepared calls do not change how similar wrong calls are refused."""
-    c = comm()
-    for algorithm, name in itertools.product(ALGORITHMS, FUSED):
-        if name.startswith("algorithm"):
-            continue
-        error, _, change = FUSED[name]
-        texts = []
-        for repeats in (0, 3):
-            arguments = {**good_arguments(), "algorithm": algorithm}
-            for _ in range(repeats):
-                c.all_reduce_add_rms_norm(**arguments)
-            arguments.update(change(arguments))
-            texts.append(message_of(error, lambda a=arguments: c.all_reduce_add_rms_norm(**a)))
-        assert texts[0] == texts[1]
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_refusals_of_the_local_quantizing_op(where: str) -> None:
+    x, w = torch.ones(4, H, device=where), torch.ones(H, device=where)
+    on_meta = allnorm.Fp8PerTensor(torch.ones(1, device=META))
+    for error, words, arguments, more in (
+        (TypeError, "quant=None", (x, None, w, 1e-6, None), {}),
+        (TypeError, "return_normed", (x, None, w, 1e-6, TMA, 3), {}),
+        (UNSUPPORTED, "128", (x, None, w, 1e-6), {}),
+        (ValueError, "numerics", (x, None, w, 1e-6, TMA), {"numerics": "exact"}),
+        (ValueError, "residual", (x, x[:2], w, 1e-6, TMA), {}),
+        (ValueError, "quant.scale", (x, None, w, 1e-6, on_meta), {}),
+    ):
+        with pytest.raises(error, match=words):
+            allnorm.add_rms_norm_quant(*arguments, **more)
 
 
 @pytest.mark.own_gpus
 @on(gpu=(2,))
-def test_tensors_of_another_gpu(rank: int, world_size: int) -> None:
+def test_tensors_of_a_different_gpu(rank: int, world_size: int) -> None:
     c = comm()
     x = Case((4, H)).x(rank)
     other = f"cuda:{(rank + 1) % world_size}"
@@ -248,15 +328,18 @@ def test_tensors_of_another_gpu(rank: int, world_size: int) -> None:
 @on(gpu=(2, 8))
 def test_hidden_size_not_divisible_by_a_pack(rank: int, world_size: int) -> None:
     """A requested algorithm is refused; the default is "unfused", with the same bits."""
-    c = comm()
-    for dtype, hidden_size in ((torch.bfloat16, 4095), (torch.float16, 12), (torch.float32, 6)):
-        plan = c.plan(3, hidden_size, dtype)
+    c, widths = comm(), ((torch.bfloat16, 4095), (torch.float16, 12), (torch.float32, 6))
+    for (dtype, width), quant, sharded in itertools.product(
+        widths, (None, allnorm.Fp8PerToken()), (False, True)
+    ):
+        case = Case((3, width), dtype, quant=quant, sharded=sharded)
+        plan = c.plan(3, width, dtype, quant, sharded)
         assert plan.algorithm == "unfused"
-        assert str(hidden_size) in plan.reason
-        Case((3, hidden_size), dtype).check(c)
-        for algorithm in ("one_shot", "two_shot"):
-            with pytest.raises(allnorm.UnsupportedError, match=f"{hidden_size}.*unfused"):
-                Case((3, hidden_size), dtype, algorithm=algorithm).run(c)
+        assert str(width) in plan.reason
+        case.check(c)
+        for algorithm in ("one_shot", "two_shot")[sharded:]:
+            with pytest.raises(UNSUPPORTED, match=f"{width}.*unfused"):
+                case.but(algorithm=algorithm).run(c)
 
 
 @on(cpu=(1,), gpu=(1,))

@@ -81,11 +81,6 @@ def test_more_than_two_to_the_31_elements(rank: int, world_size: int) -> None:
     assert_same_bits(total[index], want[1], "residual_out")
 
 
-def test_unsupported_error_is_a_value_error() -> None:
-    assert issubclass(allnorm.UnsupportedError, ValueError)
-    assert issubclass(allnorm.UnsupportedError, allnorm.AllnormError)
-
-
 @on(cpu=(2,), gpu=(2,))
 def test_given_scales_may_change(rank: int, world_size: int) -> None:
     """Prepared calls work with any given scale and keep no scale alive."""

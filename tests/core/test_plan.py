@@ -9,14 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-from rank_helpers import DTYPES, Case, Experts, comm, on
+from rank_helpers import DTYPES, Case, Experts, comm, on, same_on_every_rank
 
 import allnorm
 from allnorm import names, policy
 from allnorm.core import _native, hierarchical
 from allnorm.core.call import Call
 from allnorm.core.dispatch import Chooser
-from allnorm.testing import RankPool
 
 # With about 2,720 or 5,440 columns, a row fits into a workspace of 64 KiB for some algorithms only.
 WIDTHS = (64, 1000, 2304, 2720, 2880, 4000, 5376, 8000, 12_000, 33_000)
@@ -97,11 +96,17 @@ def ran(c: allnorm.Communicator, case: Case) -> tuple[str, int] | Exception:
     return name, len(pieces) if name == "hierarchical" else number
 
 
-def compare(rank: int, world_size: int, count: int, **arguments: Any) -> dict[str, int]:
-    """Compares plans with calls; returns how often each algorithm ran or an error was raised."""
-    c = comm(**arguments)
-    found: dict[str, int] = {}
-    for case in cases(count):
+@on(cpu=(2, 3, 4))
+@pytest.mark.parametrize("workspace_bytes", [64 << 10, 4 << 20], ids=["64 KiB", "4 MiB"])
+@pytest.mark.parametrize("over_islands", [False, True], ids=["one island", "islands"])
+def test_plan_is_what_runs(
+    rank: int, world_size: int, over_islands: bool, workspace_bytes: int
+) -> None:
+    alone = tuple((rank,) for rank in range(world_size))
+    islands = (PAIRS if world_size == 4 else alone) if over_islands else "auto"
+    c = comm(workspace_bytes=workspace_bytes, islands=islands)
+    found: dict[str, int] = {}  # how often each algorithm ran, or an error was raised
+    for case in cases(160):
         plan, got = plan_of(c, case), ran(c, case)
         if isinstance(plan, Exception) or isinstance(got, Exception):
             assert (type(plan), str(plan)) == (type(got), str(got)), case
@@ -114,21 +119,8 @@ def compare(rank: int, world_size: int, count: int, **arguments: Any) -> dict[st
             assert number == max(1, plan.num_chunks), (case, plan)
         elif name == "hierarchical":
             assert number == plan.num_chunks, (case, plan)
-    return found
-
-
-@on(cpu=(2, 3, 4))
-@pytest.mark.parametrize("workspace_bytes", [64 << 10, 4 << 20], ids=["64 KiB", "4 MiB"])
-@pytest.mark.parametrize("islands", [False, True], ids=["one island", "islands"])
-def test_plan_is_what_runs(pool: RankPool, islands: bool, workspace_bytes: int) -> None:
-    alone = tuple((rank,) for rank in range(pool.world_size))
-    arguments: dict[str, Any] = {"workspace_bytes": workspace_bytes}
-    if islands:
-        arguments["islands"] = PAIRS if pool.world_size == 4 else alone
-    results = pool.run(compare, 160, timeout=600, kwargs=arguments)
-    assert all(result == results[0] for result in results)
-    kinds = {"hierarchical", "unfused"} if islands else {*names.FUSED, "unfused"}
-    assert set(results[0]) == {*kinds, "error"}
+    kinds = {"hierarchical", "unfused"} if over_islands else {*names.FUSED, "unfused"}
+    assert set(same_on_every_rank(found)) == {*kinds, "error"}
 
 
 def test_plan_takes_every_argument_that_the_choice_depends_on() -> None:

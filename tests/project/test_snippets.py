@@ -36,13 +36,14 @@ import torch.distributed.run
 import typer.main
 import yaml
 from limits import HANG_SECONDS
-from rank_helpers import comm
+from markdown_it import MarkdownIt
+from rank_helpers import comm, on
 
 import allnorm
 from allnorm import config
 from allnorm.cli import options
 from allnorm.cli.app import app
-from allnorm.testing import RankPool, rank_input, shared_input
+from allnorm.testing import rank_input, shared_input
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GENERATED = {"docs/files.md", "docs/reference/commands.md"}
@@ -72,28 +73,24 @@ def pages() -> dict[str, str]:
     return {k: v for k, v in found.items() if k not in GENERATED and not k.startswith(dated)}
 
 
-def split(page: str, text: str) -> tuple[list[Block], str]:
-    """Returns the fenced blocks of a page, and the page with blank lines in their place."""
-    blocks, rest, inside = [], [], None
-    for number, line in enumerate(text.splitlines(), 1):
-        fence = re.fullmatch(r" *```(\S*) *", line)
-        if fence and inside is None:
-            inside = (number, fence[1], [])
-        elif fence and inside:
-            assert not fence[1], f"{page}:{number}: a fence within a fence"
-            start, language, lines = inside
-            blocks.append(Block(page, start, language, "".join(f"{line}\n" for line in lines)))
-            inside = None
-        elif inside:
-            inside[2].append(line)
-        rest.append("" if fence or inside else line)
-    assert inside is None, f"{page}: the fence in line {inside and inside[0]} is not closed"
-    return blocks, "\n".join(rest)
+def parse(page: str, text: str) -> tuple[list[Block], list[str], list[int]]:
+    """Returns the fenced blocks of a page, its inline code, and the lines of indented code."""
+    blocks, spans, indented = [], [], []
+    for token in MarkdownIt().enable("table").parse(text):
+        line = token.map[0] + 1 if token.map else 0
+        if token.type == "fence":
+            blocks.append(Block(page, line, token.info.strip(), token.content))
+        elif token.type == "code_block":
+            indented.append(line)
+        elif token.type == "inline":
+            code = [child.content for child in token.children if child.type == "code_inline"]
+            spans += [" ".join(text.split()) for text in code]
+    return blocks, spans, indented
 
 
 PAGES = pages()
-SPLIT = {page: split(page, text) for page, text in PAGES.items()}
-BLOCKS = [block for blocks, _ in SPLIT.values() for block in blocks]
+PARSED = {page: parse(page, text) for page, text in PAGES.items()}
+BLOCKS = [block for blocks, *_ in PARSED.values() for block in blocks]
 
 
 def of(*languages: str) -> Any:
@@ -117,29 +114,8 @@ def test_every_block_has_a_language() -> None:
 
 
 def test_code_is_fenced() -> None:
-    """These tests do not see indented blocks, so there must be none."""
-    found = []
-    for page, (_, rest) in SPLIT.items():
-        before, listed = "", False
-        for number, line in enumerate(rest.splitlines(), 1):
-            if line[:1].strip():  # not indented: a list continues or ends
-                listed = re.match(r"([-*]|\d+\.|!!!|:::) ?", line) is not None
-            if line.startswith("    ") and line.strip() and not before.strip() and not listed:
-                found.append(f"{page}:{number}")
-            before = line
-    assert found == []
-
-
-def test_the_splitter_sees_what_it_should() -> None:
-    text = "a\n```python\nx = 1\n```\n\n- item\n  ```bash\n  make\n  ```\n"
-    blocks, rest = split("page", text)
-    assert [(b.line, b.language, b.text) for b in blocks] == [
-        (2, "python", "x = 1\n"),
-        (7, "bash", "  make\n"),
-    ]
-    assert rest.split() == ["a", "-", "item"]
-    with pytest.raises(AssertionError, match="not closed"):
-        split("page", "```python\nx")
+    """These tests do not check indented blocks, so there must be none."""
+    assert {page: lines for page, (_, _, lines) in PARSED.items() if lines} == {}
 
 
 # ---- Python --------------------------------------------------------------------------------------
@@ -192,7 +168,7 @@ def bound_names(tree: ast.AST) -> set[str]:
 def fragments(page: str) -> tuple[list[Block], list[Block]]:
     """Returns the Python blocks of a page that are not programs: those that run, and the rest."""
     run, rest, known = [], [], set(SETTING)
-    for block in SPLIT[page][0]:
+    for block in PARSED[page][0]:
         if block.language != "python" or is_program(block):
             continue
         tree = ast.parse(block.text)
@@ -209,17 +185,12 @@ def test_what_is_not_run_is_known() -> None:
     assert {page: number for page, number in found.items() if number} == NOT_RUN
 
 
-def run_fragments(rank: int, world_size: int, blocks: list[Block]) -> None:
-    names = setting()
-    for block in blocks:
-        exec(compile("\n" * block.line + block.text, block.page, "exec"), names)
-
-
+@on(cpu=(2,))
 @pytest.mark.parametrize("page", [page for page in PAGES if fragments(page)[0]])
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("pool", [("cpu", 2)], ids=["cpu2"], indirect=True)
-def test_blocks_of_a_page_run(pool: RankPool, page: str) -> None:
-    pool.run(run_fragments, fragments(page)[0])
+def test_blocks_of_a_page_run(rank: int, world_size: int, page: str) -> None:
+    names = setting()
+    for block in fragments(page)[0]:
+        exec(compile("\n" * block.line + block.text, block.page, "exec"), names)
 
 
 def programs() -> list[Any]:
@@ -232,18 +203,18 @@ def programs() -> list[Any]:
     return found
 
 
-def shown_behind(block: Block) -> list[str]:
+def shown_after(block: Block) -> list[str]:
     """Returns the output of a program on its page: that of torchrun in the block after it."""
-    here = SPLIT[block.page][0]
-    behind = here[here.index(block) + 1 :][:1]
-    if not behind or behind[0].language != "console" or "example.py" not in behind[0].text:
+    here = PARSED[block.page][0]
+    after = here[here.index(block) + 1 :][:1]
+    if not after or after[0].language != "console" or "example.py" not in after[0].text:
         return []
-    lines = (line.strip() for line in behind[0].text.splitlines())
+    lines = (line.strip() for line in after[0].text.splitlines())
     return [line for line in lines if line and not line.startswith("$ ")]
 
 
 def test_output_is_compared() -> None:
-    assert any(shown_behind(block) for block in BLOCKS if is_program(block))
+    assert any(shown_after(block) for block in BLOCKS if is_program(block))
 
 
 @pytest.mark.parametrize("block", programs())
@@ -271,7 +242,7 @@ def test_programs_run(block: Block, tmp_path: pathlib.Path) -> None:
     assert result.returncode == 0, (result.stderr, said)
     outputs = [text for path, text in said.items() if path.name == "stdout.log"]
     assert len(outputs) == 2
-    shown = shown_behind(block)
+    shown = shown_after(block)
     for output in outputs:
         printed = [line.strip() for line in output.splitlines()]
         assert [line for line in printed if line in shown] == shown, output
@@ -495,15 +466,8 @@ def test_commands_exist(
         check_command(line)
 
 
-SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 INLINE = re.compile(r"(allnorm [a-z0-9]|python (-m allnorm|\S+\.py)|make [a-z]|pip |torchrun ).*")
-SPANS = sorted(
-    {
-        (page, " ".join(text.replace("\\|", "|").split()))
-        for page, (_, rest) in SPLIT.items()
-        for text in SPAN.findall(rest)
-    }
-)
+SPANS = sorted({(page, text) for page, (_, spans, _) in PARSED.items() for text in spans})
 INLINE_COMMANDS = [(page, text) for page, text in SPANS if INLINE.fullmatch(text)]
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import comm, message_of, on
+from rank_helpers import comm, message_of, on, same_on_every_rank
 
 import allnorm
 from allnorm import quant as quants
 from allnorm import reference
 from allnorm.quant import Quant
-from allnorm.testing import RankPool, assert_same_bits, shared_input
+from allnorm.testing import assert_same_bits, shared_input
 
 GIVEN = torch.tensor([700.0])
 SPECS: list[Quant] = [allnorm.NvFp4(GIVEN), allnorm.NvFp4(GIVEN, "row_major"), allnorm.MxFp8()]
@@ -46,8 +46,10 @@ def decoded(quantized: torch.Tensor, scale: torch.Tensor, spec: Quant, width: in
     return elements * scales.repeat_interleave(size, 1)
 
 
-def check_product(rank: int, world_size: int, sharded: bool) -> str:
-    """Compares a GEMM of quantized results with one of the rows; returns which GEMM ran."""
+@on(cpu=(2,), gpu=(1, 2))
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_gemm_of_quantized_rows(rank: int, world_size: int, sharded: bool) -> None:
+    """Compares a GEMM of quantized results with one of the rows."""
     c = comm()
     make = {"dtype": torch.bfloat16, "device": c.device}
     tokens, width = 132, 512
@@ -73,7 +75,6 @@ def check_product(rank: int, world_size: int, sharded: bool) -> str:
             size = dense.abs() @ other.abs().t()
             got = scaled_product(out, weight, weight_scale, spec)
             assert bool(((got - exact).abs() <= exact.abs() * 2**-8 + size * 2**-12).all())
-    return "scaled_mm" if blackwell else "decoded"
 
 
 def scaled_product(
@@ -106,12 +107,6 @@ def scaled_product(
         output_dtype=torch.bfloat16,
     )
     return product.double()
-
-
-@on(cpu=(2,), gpu=(1, 2))
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_product_of_what_was_written(pool: RankPool, sharded: bool) -> None:
-    assert len(set(pool.run(check_product, sharded))) == 1
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -224,7 +219,8 @@ def test_specs_that_are_refused(name: str) -> None:
     assert all(word in message for word in words), message
 
 
-def check_refused(rank: int, world_size: int) -> list[str]:
+@on(cpu=(2,), gpu=(2,))
+def test_calls_that_are_refused(rank: int, world_size: int) -> None:
     c = comm()
     x = torch.zeros((2, 120), dtype=torch.bfloat16, device=c.device)
     weight = torch.ones(120, dtype=torch.bfloat16, device=c.device)
@@ -257,15 +253,9 @@ def check_refused(rank: int, world_size: int) -> list[str]:
         message_of(ValueError, lambda: call(wide, None, weight, 1e-5, nv, scale_out=scale))
     )
     assert c.plan(2, 128, torch.bfloat16, nv).num_chunks == 1
-    return [message.replace(str(c.device), "this device") for message in messages]
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_calls_that_are_refused(pool: RankPool) -> None:
-    first, *others = pool.run(check_refused)
-    assert all(other == first for other in others)
+    same_on_every_rank([message.replace(str(c.device), "this device") for message in messages])
     words = ("multiple of 16", "group_size=32", "multiple of 16", "quant.global_scale", "(2, 64)")
-    for message, word in zip(first, (*words, "uint8", "empty_scale"), strict=True):
+    for message, word in zip(messages, (*words, "uint8", "empty_scale"), strict=True):
         assert word in message, message
 
 

@@ -1,4 +1,4 @@
-"""What a check records: what differs on one rank, and ranks that differ from each other."""
+"""The record of a check: wrong results on a rank, and ranks with different results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_quantized_results_and_packed_scales_are_compared() -> None:
 
 
 @pytest.mark.parametrize("other", [X.float(), X[:2], X.flatten()])
-def test_another_shape_or_dtype_is_wrong(other: torch.Tensor) -> None:
+def test_a_different_shape_or_dtype_is_wrong(other: torch.Tensor) -> None:
     recorder = Recorder("bits")
     recorder.compare("case", [other], [X], digest=False)
     assert "expected [3, 4] torch.bfloat16" in recorder.failures[0][1]

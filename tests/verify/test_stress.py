@@ -1,4 +1,4 @@
-"""The soaks of verify: right results pass, and each kind of wrong one is found."""
+"""The soaks of verify: correct results pass, and each kind of wrong result is found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = dict[str, Any]
 
 
 def run(check: Callable[[Context, Recorder], None], **options: Any) -> Result:
-    """The check on this rank, with the other ranks; its record."""
+    """Runs a check on all ranks; returns its record. Collective."""
     where = device()
     job = Job(where.type, seed=options.pop("seed", 5), full=False, seconds=1.0, **options)
     islands = of_size(job.island_size, dist.get_world_size())
@@ -39,37 +39,27 @@ def run(check: Callable[[Context, Recorder], None], **options: Any) -> Result:
         return recorder.finish()
 
 
-def soaked(rank: int, world_size: int, calls: int) -> Result:
-    return run(soak.soak, stress=calls)
-
-
 @on(cpu=(2, 3), gpu=(2, 4))
-def test_the_soak_passes(pool: RankPool) -> None:
-    found = pool.run(soaked, 4 * soak.BURST)[0]
+def test_the_soak_passes(rank: int, world_size: int) -> None:
+    found = run(soak.soak, stress=4 * soak.BURST)
     assert found["failures"] == 0, found["details"]
     assert found["cases"] >= 4 * soak.BURST
-    assert found["bursts"] >= 4, "each section made at least one"
+    assert found["bursts"] >= 4, "each section makes at least one"
     assert found["elements"] > 1e6
-
-
-def soaked_over_islands(rank: int, world_size: int, island_size: int) -> tuple[Result, Result]:
-    shapes = ((1, 4096), (64, 120))
-    return (
-        run(soak.soak, stress=2 * soak.BURST, island_size=island_size),
-        run(soak.repeat_shapes, stress=0, shapes=shapes, repeat=20, island_size=island_size),
-    )
 
 
 @on(cpu=(4,), gpu=(4,))
 @pytest.mark.parametrize("island_size", [1, 2])
-def test_the_soaks_pass_over_islands(pool: RankPool, island_size: int) -> None:
-    found, repeated = pool.run(soaked_over_islands, island_size)[0]
+def test_the_soaks_pass_over_islands(rank: int, world_size: int, island_size: int) -> None:
+    shapes = ((1, 4096), (64, 120))
+    found = run(soak.soak, stress=2 * soak.BURST, island_size=island_size)
+    repeated = run(soak.repeat_shapes, stress=0, shapes=shapes, repeat=20, island_size=island_size)
     assert found["failures"] == repeated["failures"] == 0, found["details"] + repeated["details"]
     assert found["cases"] >= 2 * soak.BURST
     assert repeated["cases"] == 2 * 20
 
 
-# What a defect of the exchange looks like from outside. Each takes the results of one call.
+# Functions that corrupt the results of a call as a defect of the exchange would.
 
 
 def one_bit(results: dict[str, torch.Tensor], _: list[Any]) -> dict[str, torch.Tensor]:
@@ -82,7 +72,7 @@ def one_bit(results: dict[str, torch.Tensor], _: list[Any]) -> dict[str, torch.T
 
 
 def one_call_earlier(results: dict[str, torch.Tensor], before: list[Any]) -> Any:
-    """A slot that was read before it was written again."""
+    """Returns older results, as if a slot were read before it is written."""
     return next(old for old in reversed(before) if shapes(old) == shapes(results))
 
 
@@ -97,8 +87,11 @@ def never_written(results: dict[str, torch.Tensor], _: list[Any]) -> Any:
 CORRUPTIONS = (one_bit, one_call_earlier, never_written)
 
 
-def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Result, int]:
-    """A run in which one call of the last rank is spoilt. Returns its record, and which call."""
+@on(cpu=(2,))
+@pytest.mark.parametrize("where", ["soak", "repeat"])
+@pytest.mark.parametrize("index", range(len(CORRUPTIONS)))
+def test_one_corrupted_call_is_found(rank: int, world_size: int, index: int, where: str) -> None:
+    """Corrupts one call of the last rank, from the 38th on."""
     issue, before, spoilt = Case.issue, [], []
 
     def spoiling(*arguments: Any) -> dict[str, torch.Tensor]:
@@ -119,25 +112,15 @@ def corrupted(rank: int, world_size: int, index: int, where: str) -> tuple[Resul
             found = run(soak.repeat_shapes, stress=0, shapes=((3, 512),), repeat=100)
     finally:
         Case.issue = issue
-    return found, spoilt[0] if spoilt else -1
-
-
-@on(cpu=(2,))
-@pytest.mark.parametrize("where", ["soak", "repeat"])
-@pytest.mark.parametrize("index", range(len(CORRUPTIONS)))
-def test_one_spoilt_call_is_found(pool: RankPool, index: int, where: str) -> None:
-    results = pool.run(corrupted, index, where)
-    found, call = results[-1]
-    assert call >= 37
     assert found["failures"] == 1, found["details"]
-    assert f"rank 1: call {call}," in found["details"][0]
-    assert results[0][0]["failures"] == 1, "the other rank says so too"
-    if CORRUPTIONS[index] is one_bit:
-        assert ": 1 of " in found["details"][0]
+    if rank == 1:
+        assert f"rank 1: call {spoilt[0]}," in found["details"][0]
+        if CORRUPTIONS[index] is one_bit:
+            assert ": 1 of " in found["details"][0]
 
 
 def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
-    """What a soak does, call by call."""
+    """Runs a soak; returns a line per call."""
     issue, made = Case.issue, []
 
     def noting(case: Case, comm: Any, x: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:
@@ -159,11 +142,11 @@ def test_a_seed_repeats_a_soak(pool: RankPool) -> None:
     assert first[0] != other[0]
     assert first[0] != first[1], "the ranks' payloads differ"
     strip = [[line.rsplit(" ", 1)[0] for line in made] for made in first]
-    assert strip[0] == strip[1], "the ranks' calls do not"
+    assert strip[0] == strip[1], "the ranks' calls are equal"
 
 
-def wrong_peer(rank: int, world_size: int) -> Result:
-    """Rank 0's rows arrive as rank 1's."""
+@on(cpu=(3,))
+def test_rows_of_a_different_peer_are_found(rank: int, world_size: int) -> None:
     reduce = allnorm.Communicator.all_reduce
 
     def from_another(comm: allnorm.Communicator, x: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -171,20 +154,15 @@ def wrong_peer(rank: int, world_size: int) -> Result:
 
     allnorm.Communicator.all_reduce = from_another
     try:
-        return run(soak.soak, stress=soak.BURST)
+        found = run(soak.soak, stress=soak.BURST)
     finally:
         allnorm.Communicator.all_reduce = reduce
-
-
-@on(cpu=(3,))
-def test_another_peers_rows_are_found(pool: RankPool) -> None:
-    found = pool.run(wrong_peer)[0]
     assert found["failures"] > 0
     assert "all_reduce" in found["details"][0]
 
 
 class Rerun:
-    """Stands for a captured graph where there is no GPU: makes its calls again, in its memory."""
+    """Replaces a captured graph without a GPU: repeats its calls into the same memory."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -198,8 +176,9 @@ class Rerun:
             call.results = captured
 
 
-def replayed(rank: int, world_size: int) -> list[int]:
-    """Wrong elements of calls that are replayed on other rows each time, in place and not."""
+@on(cpu=(2,), gpu=(2,))
+def test_graphs_use_different_rows_in_each_replay(rank: int, world_size: int) -> None:
+    """Replays calls on different rows, in place and in new memory."""
     kinds = [
         Case((3, 512), torch.float16, op="all_reduce"),
         Case((5, 512), residual=False),
@@ -230,41 +209,26 @@ def replayed(rank: int, world_size: int) -> list[int]:
             called = graph.replay(100, [start + i % 3 for i in range(len(calls))], "replay")
             wrong += [int(one.wrong()) for one in called]
         called[3].row += 1
-        assert int(called[3].wrong()) > 0, "another row's results are not these"
-    return wrong
+        assert int(called[3].wrong()) > 0, "results of a different row must differ"
+    assert wrong == [0] * 48
 
 
 @on(cpu=(2,), gpu=(2,))
-def test_graphs_take_other_rows_each_time(pool: RankPool) -> None:
-    assert pool.run(replayed) == [[0] * 48] * 2
-
-
-def repeated(rank: int, world_size: int) -> Result:
-    return run(soak.repeat_shapes, stress=0, shapes=((1, 4096), (64, 120)), repeat=70)
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_repeated_shapes_pass(pool: RankPool) -> None:
-    found = pool.run(repeated)[0]
+def test_repeated_shapes_pass(rank: int, world_size: int) -> None:
+    found = run(soak.repeat_shapes, stress=0, shapes=((1, 4096), (64, 120)), repeat=70)
     assert found["failures"] == 0, found["details"]
     assert found["cases"] == 2 * 2 * 70
 
 
-def plans(rank: int, world_size: int) -> tuple[int, set[str]]:
-    """How many of many kinds can run as they say, and by which algorithms."""
+@on(cpu=(2,))
+def test_kinds_reach_every_algorithm(rank: int, world_size: int) -> None:
     rng = random.Random(1)
     with allnorm.Communicator(device=device(), workspace_bytes=1 << 20) as comm:
         cases = Cases(rng, device(), 1 << 17)
         kinds = [cases.draw() for _ in range(300)]
         fitting = [k for k in kinds if algorithms(k, [comm]) == {k.algorithm}]
-    return len(fitting), {k.algorithm for k in fitting}
-
-
-@on(cpu=(2,))
-def test_kinds_reach_every_algorithm(pool: RankPool) -> None:
-    count, names = pool.run(plans)[0]
-    assert count > 100
-    assert names == {"one_shot", "two_shot", "unfused"}
+    assert len(fitting) > 100
+    assert {k.algorithm for k in fitting} == {"one_shot", "two_shot", "unfused"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -275,7 +239,7 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
         assert same_bits(tape.reduced, allnorm.reference.all_reduce([t.x for t in tapes]))
         assert same_bits(tape.residual, tapes[0].residual)
     for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert not (tapes[a].x == tapes[b].x).all(1).any(), "no row is another rank's"
+        assert not (tapes[a].x == tapes[b].x).all(1).any(), "two ranks have an equal row"
     kind = Case((7, 512), dtype, quant=allnorm.Fp8PerGroup(128), numerics="vllm")
     known, rows = tapes[1].expected(kind), slice(11, 18)
     wanted = allnorm.reference.all_reduce_add_rms_norm_quant(
@@ -291,13 +255,9 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
 # ---- several threads -----------------------------------------------------------------------------
 
 
-def soaked_in_threads(rank: int, world_size: int, seconds: float) -> Result:
-    return run(threads.threads, stress=0, threads=seconds)
-
-
 @on(cpu=(2, 3, 4))
-def test_the_soak_of_threads_passes(pool: RankPool) -> None:
-    found = pool.run(soaked_in_threads, 1.0)[0]
+def test_the_soak_of_threads_passes(rank: int, world_size: int) -> None:
+    found = run(threads.threads, stress=0, threads=1.0)
     assert found["failures"] == 0, found["details"]
     assert found["rounds"] >= 1
     assert found["communicators"] >= 3
@@ -307,14 +267,14 @@ def test_the_soak_of_threads_passes(pool: RankPool) -> None:
 
 @pytest.mark.long
 @on(cpu=(4, 6))
-def test_the_soak_of_threads_passes_for_minutes(pool: RankPool) -> None:
-    found = pool.run(soaked_in_threads, 120.0)[0]
+def test_the_soak_of_threads_passes_for_minutes(rank: int, world_size: int) -> None:
+    found = run(threads.threads, stress=0, threads=120.0)
     assert found["failures"] == 0, found["details"]
     assert found["hierarchical"] > 0
 
 
 def one_exchange_for_all(rank: int, world_size: int) -> Result:
-    """Communicators of as many ranks share what their unfused calls go through."""
+    """Makes communicators of the same size share the exchange of their unfused calls."""
     made: dict[int, GroupExchange] = {}
     make = Connection._make
 
@@ -330,5 +290,5 @@ def test_the_soak_of_threads_finds_a_shared_exchange() -> None:
     try:
         found = run_ranks(one_exchange_for_all, 2, timeout=HANG_SECONDS)[0]
     except RankError:
-        return  # gloo ends processes of which one sends more bytes than another
+        return  # gloo aborts processes that send different numbers of bytes
     assert found["failures"] > 0
