@@ -232,6 +232,7 @@ def test_results_are_kept_if_the_file_becomes_unwritable(
 ) -> None:
     """If the folder becomes a file during the run, rows go to a different file; exit code 1."""
     folder = tmp_path / "results"
+    folder.mkdir()
     path = folder / "rows.jsonl"
     monkeypatch.setattr(output, "_instead", {})
 

@@ -60,7 +60,10 @@ def test_the_table_of_a_benchmark_fits_80_columns() -> None:
 def test_checking_a_file_does_not_change_it(tmp_path: Path) -> None:
     new, old = tmp_path / "folder" / "new.jsonl", tmp_path / "old.jsonl"
     old.write_text("rows")
-    output.check_writable(new)
+    with pytest.raises(ValueError, match="No such file"):
+        output.check_writable(new)
+    assert not new.parent.exists()
+    output.check_writable(new, create_folder=True)
     output.check_writable(old)
     assert not new.exists()
     assert old.read_text() == "rows"

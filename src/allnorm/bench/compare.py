@@ -95,7 +95,9 @@ def read_rows(path: Path) -> list[Row]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not rows or not all(
         isinstance(row, dict) and {"arm", "p50_us"} <= row.keys() for row in rows

@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 
 USAGE_ERROR = 2
+INTERRUPTED = 130  # as in shells, for a program that SIGINT ended
 
 
 def main() -> None:
     """Runs the command line and ends the process.
 
-    Exit codes: 0 success, 1 a check failed, 2 wrong arguments or a broken installation.
+    Exit codes: 0 success, 1 a check failed, 2 wrong arguments or a broken installation, 130 Ctrl-C.
     """
     try:
         from allnorm.cli import app

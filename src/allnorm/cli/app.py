@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import types
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from allnorm import __version__, config
-from allnorm.cli import USAGE_ERROR, bench, doctor, e2e, output, trace, tune, verify
+from allnorm.cli import INTERRUPTED, USAGE_ERROR, bench, doctor, e2e, output, trace, tune, verify
 from allnorm.cli.output import bad, console
 from allnorm.errors import AllnormError
 from allnorm.testing import RankError
@@ -17,7 +19,6 @@ app = typer.Typer(
     name="allnorm",
     help="Checks and benchmarks fused all-reduce + residual add + RMSNorm on this machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 _EXAMPLES: dict[Callable[..., None], str] = {
@@ -48,10 +49,23 @@ def _before(
     config.read_settings()  # reports a misspelled environment variable before any rank starts
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C. Not KeyboardInterrupt, which typer reports in its own way."""
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends the ranks once, and in order
+    raise _Interrupted
+
+
 def run() -> int:
     """Runs the command of `sys.argv` and returns the exit code; may end the process instead."""
+    before = signal.signal(signal.SIGINT, _interrupt)
     try:
         app()
+    except _Interrupted:
+        typer.echo("allnorm: interrupted", err=True)
+        return INTERRUPTED
     except SystemExit as end:
         if end.code or output.all_written():
             raise
@@ -62,4 +76,6 @@ def run() -> int:
     except AllnormError as error:
         console().print(bad(str(error)))
         return USAGE_ERROR
+    finally:
+        signal.signal(signal.SIGINT, before)
     return 0

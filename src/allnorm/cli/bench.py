@@ -220,7 +220,7 @@ def _show(found: list[Measurement], console: Console) -> None:
 
 def _shapes(model: str, tokens: str, shapes: str, where: str) -> list[Shape]:
     """Returns the shapes that the options name; without options, shapes of common models."""
-    found = options.shapes(shapes) if shapes else []
+    found = options.shapes(shapes, least=1) if shapes else []
     if not shapes or model or tokens:
         numbers = options.integers(tokens or _TOKENS[where], "--tokens")
         found += options.model_shapes(model or _MODELS[where], numbers)

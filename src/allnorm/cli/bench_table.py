@@ -150,10 +150,16 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     other = best(m for m in found.values() if is_other(m.arm))
     ratio = speed_up(found, [other.arm]) if other else math.nan
     if other and math.isfinite(ratio):
-        relation = f"{ratio:.2g}x as fast as" if ratio >= 1 else f"{1 / ratio:.2g}x slower than"
+        slower = f"{_factor(1 / ratio)} slower than"
+        relation = f"{_factor(ratio)} as fast as" if ratio >= 1 else slower
         text += f", {relation} the best alternative, {other.arm}"
         text += f" ({output.time_of(other.shown_us)})"
     return f"{text}; bit-identical to the reference"
+
+
+def _factor(ratio: float) -> str:
+    """Formats a ratio: 1.3x, 12x."""
+    return f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def _title(m: Measurement) -> str:

@@ -117,14 +117,15 @@ def modes(
         return bench_modes.modes(words(quant), residuals, return_normed, post_norm, experts)
 
 
-def shapes(text: str) -> list[Shape]:
-    """Parses a list of shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size)."""
+def shapes(text: str, least: int = 0) -> list[Shape]:
+    """Parses shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size), of `least` tokens."""
     found = []
     for item in words(text):
         match = re.fullmatch(r"(\d+)[xX](\d+)", item)
-        if not match or int(match[2]) == 0:
+        if not match or int(match[1]) < least or int(match[2]) == 0:
+            tokens = f"with at least {least} tokens, " if least else ""
             raise typer.BadParameter(
-                f"{item!r}: expected num_tokens x hidden_size, such as 1x4096",
+                f"{item!r}: expected num_tokens x hidden_size, {tokens}such as 1x4096",
                 param_hint="--shapes",
             )
         found.append(Shape(int(match[1]), int(match[2])))

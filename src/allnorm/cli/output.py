@@ -231,25 +231,27 @@ def conditions(device: str, **more: Any) -> dict[str, Any]:
     return {kind: topology.device_name(device), **provenance(), **more}
 
 
-def check_writable(path: Path) -> None:
-    """Creates the folder of a results file and checks that the file can be written.
+def check_writable(path: Path, create_folder: bool = False) -> None:
+    """Checks that a results file can be written, and leaves it as it was.
 
-    Leaves the file as it was.
+    Args:
+        path: the file.
+        create_folder: creates the folder of the file if it does not exist.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: the file cannot be written, or its folder does not exist.
     """
     exists = path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if create_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
             pass
         if not exists:
             path.unlink()
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be written: {error.strerror}. Expected a file in a folder that exists "
-            "or can be created"
+            f"{path} cannot be written: {error.strerror}. Expected a file in a folder that exists"
         ) from None
 
 

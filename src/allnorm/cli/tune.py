@@ -110,14 +110,14 @@ def _refuse_a_busy_machine(world_size: int) -> None:
             f"{busy:.1f} of {cores} cores are busy, and {output.ranks(world_size)} need {needed} "
             "for themselves: the measured times would be noise. Stop the other work, or pass "
             "--busy to measure anyway",
-            param_hint="--tp",
+            param_hint="--busy",
         )
 
 
 def _check_folder(job: Job, sizes: list[int], directory: Path | None) -> None:
     with options.of("--dir"):
         for size in sizes:
-            output.check_writable(table.path_of(directory, job.device, size))
+            output.check_writable(table.path_of(directory, job.device, size), create_folder=True)
 
 
 def _tune(

@@ -276,7 +276,7 @@ def library(backend: str) -> Library:
     path = _library_path(backend)
     if not path.exists():
         remedy = (
-            "it was built on a machine without nvcc. Rebuild with nvcc on PATH: `pip install .`"
+            "it was built without CUDA. Install it again with nvcc on PATH: `pip install .`"
             if backend == "cuda"
             else "the package was not built. Install it with `pip install .` from its source."
         )
@@ -299,7 +299,7 @@ def build_info() -> dict[str, Any]:
         NativeLibraryError: the package has no library for this machine.
     """
     builds = [library(backend).build_info() for backend in available_backends() or ["cpu"]]
-    commits = [build["commit"] for build in builds]
+    commits = [build.get("commit", "") for build in builds]
     commit = commits[-1].removesuffix("-dirty")
     return {
         "version": builds[0]["version"],

@@ -13,7 +13,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -83,6 +83,19 @@ def run_ranks(
     """
     with RankPool(world_size, device, timeout=timeout, share_gpus=share_gpus) as pool:
         return pool.run(fn, *args, kwargs=kwargs, on_message=on_message)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Blocks SIGINT here and in processes started here, until rank_main() unblocks it.
+
+    Ctrl-C reaches every process of a terminal. A rank that imports torch would print a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class RankPool:
@@ -229,7 +242,8 @@ class RankPool:
                 name=f"allnorm-rank-{rank}",
                 daemon=True,  # the interpreter terminates its ranks at exit instead of waiting
             )
-            process.start()
+            with _interrupts_blocked():
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
