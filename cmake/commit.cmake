@@ -1,8 +1,8 @@
-# Writes the header that names the commit of the sources: cmake -DSOURCE=DIR -DHEADER=FILE -P commit.cmake
-# Runs in every build and writes only what changed. "-dirty": files that are built in have other contents
+# Writes the header that names the commit of the sources.
+# Runs in every build, as cmake -DSOURCE=DIR -DHEADER=FILE -P commit.cmake, and writes only what changed. "-dirty": files that are built in have other contents
 # than the commit. Empty without git; -DCOMMIT=HASH names the commit then.
 if(NOT COMMIT)
-  set(git git -C ${SOURCE})
+  set(git git -c safe.directory=* -C ${SOURCE})
   execute_process(COMMAND ${git} rev-parse --show-toplevel HEAD
       OUTPUT_VARIABLE found ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
   string(REPLACE "\n" ";" found "${found}")
