@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,43 +14,17 @@ import torch
 ENGINES = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "engines"
 
 
-def load(name: str) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location(name, ENGINES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module; the other scripts import it
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[name]
-
-
-@pytest.fixture(scope="module")
-def latency() -> Iterator[ModuleType]:
-    yield from load("latency")
-
-
-@pytest.fixture(scope="module")
-def vllm_latency(latency: ModuleType) -> Iterator[ModuleType]:
-    yield from load("vllm_latency")
-
-
-@pytest.fixture(scope="module")
-def sglang_latency(latency: ModuleType, weights: ModuleType) -> Iterator[ModuleType]:
-    for worker in load("sglang_worker"):
-        assert worker
-        yield from load("sglang_latency")
-
-
-@pytest.fixture(scope="module")
-def weights() -> Iterator[ModuleType]:
-    yield from load("weights")
+sys.path.insert(0, str(ENGINES))  # the scripts import each other
+latency, sglang_latency, vllm_latency, weights = map(
+    importlib.import_module, ("latency", "sglang_latency", "vllm_latency", "weights")
+)
+sys.path.remove(str(ENGINES))
 
 
 class Engine:
     """Prefills take 20, 60, 20, 60... ms, tokens 2 ms, which it optionally reports."""
 
-    def __init__(self, latency: ModuleType, tells: bool) -> None:
+    def __init__(self, tells: bool) -> None:
         self._made, self._tells, self._calls = latency.Generation, tells, 0
 
     def __call__(self, prompts: list[list[int]], tokens: int) -> object:
@@ -63,23 +35,23 @@ class Engine:
         return self._made(prefill + decode, generated, decode if self._tells else None)
 
 
-def test_prefills_do_not_blur_what_the_engine_tells(latency: ModuleType) -> None:
-    row = latency.latency(Engine(latency, tells=True), [[1, 2], [3]], 64, 5)
+def test_prefills_do_not_affect_times_that_the_engine_reports() -> None:
+    row = latency.latency(Engine(tells=True), [[1, 2], [3]], 64, 5)
     assert row["tpot_ms"] == 2.0
     assert row["decode_ms"] == [126.0] * 5
     assert row["repeats_equal"]
     assert row["tokens"] == [[2] * 64, [1] * 64]
 
 
-def test_without_it_the_time_to_the_first_token_is_taken_off(latency: ModuleType) -> None:
-    row = latency.latency(Engine(latency, tells=False), [[1, 2], [3]], 64, 5)
+def test_the_time_to_the_first_token_is_subtracted_otherwise() -> None:
+    row = latency.latency(Engine(tells=False), [[1, 2], [3]], 64, 5)
     assert row["decode_ms"] is None
     # One token takes 60 ms every time; 64 tokens take 20 + 126 ms.
     assert row["ttft_ms"] == 60.0
     assert row["tpot_ms"] == pytest.approx((146 - 60) / 63, abs=1e-4)
 
 
-def test_sglang_tells_by_its_scheduler(sglang_latency: ModuleType) -> None:
+def test_decode_times_of_the_sglang_scheduler() -> None:
     outputs = [
         {"meta_info": {"prefill_finished_time": 10.0 + i, "request_finished_ts": 20.0 - i}}
         for i in range(3)
@@ -92,16 +64,16 @@ def test_sglang_tells_by_its_scheduler(sglang_latency: ModuleType) -> None:
 # ---- settings ------------------------------------------------------------------------------------
 
 
-def settings(vllm_latency: ModuleType, *more: str) -> dict[str, Any]:
+def settings(*more: str) -> dict[str, Any]:
     options = vllm_latency.arguments(["--model", "m", "--json", "rows", "--tp", "4", *more])
     made: dict[str, Any] = vllm_latency.settings_of(options, "unfused", [1, 6])
     return made
 
 
-def test_arguments_of_the_engine_are_merged(vllm_latency: ModuleType) -> None:
-    plain = settings(vllm_latency)
+def test_arguments_of_the_engine_are_merged() -> None:
+    plain = settings()
     given = {"compilation_config": {"custom_ops": ["+quant_fp8"]}, "seed": 3}
-    made = settings(vllm_latency, "--engine", json.dumps(given))
+    made = settings("--engine", json.dumps(given))
     assert made == {
         **plain,
         "seed": 3,
@@ -113,18 +85,16 @@ def test_arguments_of_the_engine_are_merged(vllm_latency: ModuleType) -> None:
     }
 
 
-def test_two_hosts_share_the_engine(vllm_latency: ModuleType) -> None:
-    assert "nnodes" not in settings(vllm_latency)
-    first, second = (settings(vllm_latency, "--hosts", "2", "--host", str(host)) for host in (0, 1))
+def test_two_hosts_share_the_engine() -> None:
+    assert "nnodes" not in settings()
+    first, second = (settings("--hosts", "2", "--host", str(host)) for host in (0, 1))
     assert first == {**second, "node_rank": 0}
     assert second["node_rank"] == 1
     assert second["nnodes"] == 2
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_host_has_its_own_gpus(
-    vllm_latency: ModuleType, monkeypatch: pytest.MonkeyPatch, host: int
-) -> None:
+def test_a_host_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch, host: int) -> None:
     environment: dict[str, str] = {}
     started: list[tuple[str, ...]] = []
     monkeypatch.setattr(vllm_latency.os, "environ", environment)
@@ -135,14 +105,14 @@ def test_a_host_has_its_own_gpus(
     assert environment["CUDA_VISIBLE_DEVICES"] == ("0,1", "2,3")[host]
     assert environment["NCCL_HOSTID"] == f"host{host}"
     assert "NCCL_P2P_DISABLE" not in environment, "NCCL has NVLink inside a host"
-    # The first starts the other.
+    # Host 0 starts host 1.
     assert [command[-4:] for command in started] == [["--arm", "allnorm", "--host", "1"]][host:]
 
 
-def test_fp8_is_an_override_of_the_configuration(vllm_latency: ModuleType) -> None:
-    assert "hf_overrides" not in settings(vllm_latency)
+def test_fp8_is_an_override_of_the_configuration() -> None:
+    assert "hf_overrides" not in settings()
     more = '{"hf_overrides": {"vocab_size": 9}}'
-    made = settings(vllm_latency, "--fp8", "block", "--layers", "3", "--engine", more)
+    made = settings("--fp8", "block", "--layers", "3", "--engine", more)
     assert made["hf_overrides"] == {
         "num_hidden_layers": 3,
         "quantization_config": {
@@ -152,7 +122,7 @@ def test_fp8_is_an_override_of_the_configuration(vllm_latency: ModuleType) -> No
         },
         "vocab_size": 9,
     }
-    static = settings(vllm_latency, "--fp8", "static")["hf_overrides"]["quantization_config"]
+    static = settings("--fp8", "static")["hf_overrides"]["quantization_config"]
     assert static == {"quant_method": "fp8", "activation_scheme": "static"}
 
 
@@ -182,7 +152,7 @@ def make_model(*, block: bool = False) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_fp8_weights_act_like_others(weights: ModuleType, block: bool) -> None:
+def test_fp8_weights_have_the_usual_distribution(block: bool) -> None:
     model = make_model(block=block)
     linear: Any = model["linear"]
     before = (linear.weight.data_ptr(), linear.weight.stride())
@@ -201,7 +171,7 @@ def test_fp8_weights_act_like_others(weights: ModuleType, block: bool) -> None:
     assert not model["norm"].table.any()
 
 
-def test_ranks_share_norms_and_scales_only(weights: ModuleType) -> None:
+def test_ranks_share_norms_and_scales_only() -> None:
     models = [make_model() for _ in range(3)]
     for model, rank in zip(models, (0, 1, 0), strict=True):
         weights.fill(model, rank, prefix="7 ")
@@ -212,7 +182,7 @@ def test_ranks_share_norms_and_scales_only(weights: ModuleType) -> None:
         assert shared == (name not in ("linear.weight", "other.weight")), name
 
 
-def test_an_fp8_weight_without_a_scale_is_refused(weights: ModuleType) -> None:
+def test_an_fp8_weight_without_a_scale_is_refused() -> None:
     model = make_model()
     del model["linear"].weight_scale
     with pytest.raises(ValueError, match=r"linear\.weight is .* has no float32 scale"):

@@ -19,7 +19,7 @@ def pictures() -> ModuleType:
     return script("benchmarks/pictures.py")
 
 
-def test_each_is_what_the_script_makes(pictures: ModuleType, tmp_path: pathlib.Path) -> None:
+def test_pictures_are_up_to_date(pictures: ModuleType, tmp_path: pathlib.Path) -> None:
     """Run `make pictures` after a change of rows or of the script."""
     assert PINNED
     drawn = {path.name: path.read_bytes() for path in pictures.draw(tmp_path)}
@@ -32,7 +32,7 @@ def test_each_is_what_the_script_makes(pictures: ModuleType, tmp_path: pathlib.P
         assert text == (ROOT / "docs" / "pictures" / name).read_bytes(), name
 
 
-def test_charts_are_of_every_library(pictures: ModuleType) -> None:
+def test_charts_show_every_library(pictures: ModuleType) -> None:
     """project/test_figures.py compares the times of a chart with the table on its page."""
     for chart in pictures.CHARTS.values():
         rows = pictures.chart_rows(chart)
@@ -71,7 +71,7 @@ def test_bars_name_what_vllm_ran(pictures: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/performance.md"])
-def test_pages_show_them_for_both_backgrounds(page: str) -> None:
+def test_pages_show_pictures_for_both_backgrounds(page: str) -> None:
     text = (ROOT / page).read_text()
     shown = re.findall(r"(?:docs/)?(pictures/[\w-]+\.svg)", text)
     assert shown
@@ -80,4 +80,4 @@ def test_pages_show_them_for_both_backgrounds(page: str) -> None:
         other = (
             name.replace(".svg", "-dark.svg") if "-dark" not in name else name.replace("-dark", "")
         )
-        assert other in shown, f"{name} is there for one background"
+        assert other in shown, f"{name} is shown for one background only"
