@@ -74,7 +74,7 @@ def values(rows: list[Row]) -> list[float]:
     return [row[field] for row in rows for field in FIELDS if row.get(field) is not None]
 
 
-def test_every_table_is_beside_its_rows() -> None:
+def test_sections_with_tables_name_their_rows() -> None:
     with_tables = [section for section in sections() if any(section.tables())]
     assert len(with_tables) >= 8
     for section in with_tables:
@@ -106,7 +106,7 @@ def test_each_cell_is_in_a_row_of_its_shape(section: Section) -> None:
 
 
 @pytest.mark.parametrize(("start", "name"), [("Two GPUs", "h200x2"), ("Four GPUs", "h200x4")])
-def test_columns_are_whose_they_say(start: str, name: str) -> None:
+def test_columns_of_libraries(start: str, name: str) -> None:
     """Compares the columns of libraries with the rows of the picture above the table."""
     pictures = script("benchmarks/pictures.py")
     (table,) = by_heading(start).tables()
@@ -132,22 +132,19 @@ def test_columns_are_whose_they_say(start: str, name: str) -> None:
         assert rounds_to(ratio, cells["best other"].rstrip("x")), line
 
 
-def test_columns_behind_a_product_are_whose_they_say() -> None:
-    (drawn,) = script("benchmarks/pictures.py").PRODUCTS.values()
-    check_columns_behind_a_product("After a GEMM", drawn.file, drawn.commit, 9)
-
-
-def test_columns_on_four_gpus_are_whose_they_say() -> None:
-    file, commit = "h100x4-product.jsonl", "ff6b7a5"
-    check_columns_behind_a_product("The same on four GPUs", file, commit, 7)
-
-
-def check_columns_behind_a_product(start: str, file: str, commit: str, shapes: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "source", "shapes"),
+    [
+        ("After a GEMM", *script("benchmarks/pictures.py").PRODUCTS.values(), 9),
+        ("The same on four GPUs", ("h100x4-product.jsonl", "ff6b7a5"), 7),
+    ],
+)
+def test_columns_of_calls_after_a_gemm(start: str, source: Any, shapes: int) -> None:
     pictures = script("benchmarks/pictures.py")
-    source = pictures.Source(file, commit)
+    source = pictures.Source(*source[:2])
     section = by_heading(start)
-    assert file in section.text
-    assert commit in section.text
+    assert source.file in section.text
+    assert source.commit in section.text
     (table,) = section.tables()
     assert len(table) == 1 + shapes
     for line in table[1:]:
@@ -224,7 +221,7 @@ def test_times_of_engines_are_in_rows(page: str) -> None:
     assert not list(lines)
 
 
-def test_what_the_readme_says_of_vllm_is_in_rows() -> None:
+def test_times_of_vllm_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     ((gpus, least, most, less, more, commit),) = re.findall(
         r"two (\w+)s: ([\d.]+) to ([\d.]+) % less time[^;]*;"

@@ -31,7 +31,7 @@ def short_limits(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.name)
-def test_limits_bear_slow_machines(path: pathlib.Path) -> None:
+def test_limits_allow_for_slow_machines(path: pathlib.Path) -> None:
     # Tests of RankPool's own time limits need short limits.
     if path.name != "test_spawn.py":
         assert not short_limits(path.read_text())

@@ -80,7 +80,7 @@ def test_needs_only_system_libraries(library: pathlib.Path) -> None:
     assert "RUNPATH" not in dynamic
 
 
-def test_lacks_only_what_the_system_and_python_have(library: pathlib.Path) -> None:
+def test_undefined_symbols_are_in_the_system_or_python(library: pathlib.Path) -> None:
     undefined = output_of("nm", "--dynamic", "--undefined-only", str(library)).splitlines()
     names = [line.split()[-1] for line in undefined]
     of_python = {name for name in names if re.match(r"_?Py", name)}
@@ -90,7 +90,7 @@ def test_lacks_only_what_the_system_and_python_have(library: pathlib.Path) -> No
     assert [name for name in strong - of_python if "@" not in name] == []
 
 
-def test_needs_no_newer_glibc_than_it_says(
+def test_needs_no_newer_glibc_than_its_tag_says(
     library: pathlib.Path, distribution: importlib.metadata.Distribution
 ) -> None:
     """Checks a wheel for other machines."""
@@ -104,7 +104,7 @@ def test_needs_no_newer_glibc_than_it_says(
     assert max((int(a), int(b)) for a, b in needed) <= (int(promised[1]), int(promised[2]))
 
 
-def test_knows_no_path_of_the_build(library: pathlib.Path) -> None:
+def test_contains_no_path_of_the_build(library: pathlib.Path) -> None:
     assert str(ROOT).encode() not in library.read_bytes()
 
 

@@ -54,7 +54,7 @@ def test_each_time_is_in_a_row() -> None:
         assert best == rounded(min(us for arm, us in here.items() if not arm.startswith("allnorm")))
 
 
-def test_what_it_is_ahead_by_is_in_the_same_rows() -> None:
+def test_speedups_follow_from_the_times() -> None:
     _, own, other = cells("| us per call, 2 H200s, 4096 columns")
     ratios = [float(b) / float(a) for a, b in zip(own[1:], other[1:], strict=True)]
     least, most = map(float, re.findall(r"it is ([\d.]+) to ([\d.]+) times", README)[0])

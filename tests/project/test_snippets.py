@@ -180,7 +180,7 @@ def fragments(page: str) -> tuple[list[Block], list[Block]]:
     return run, rest
 
 
-def test_what_is_not_run_is_known() -> None:
+def test_blocks_that_do_not_run_are_listed() -> None:
     found = {page: len(fragments(page)[1]) for page in PAGES}
     assert {page: number for page, number in found.items() if number} == NOT_RUN
 
@@ -311,7 +311,7 @@ def test_wrong_names_are_found() -> None:
 
 
 @of("pycon")
-def test_values_are_as_they_are_shown(block: Block) -> None:
+def test_shown_values_are_valid(block: Block) -> None:
     (code, *shown) = block.text.strip().splitlines()
     assert code.startswith(">>> ")
     check_python(code[4:])
@@ -532,7 +532,7 @@ def test_variables_exist() -> None:
     assert [(p, v) for p, v in found if v not in config._KNOWN and v not in built] == []
 
 
-def test_files_that_are_named_exist() -> None:
+def test_named_files_exist() -> None:
     places = r"(?:src|benchmarks|cmake|csrc|docs|examples|tests|tools)/[\w./-]*\w/?"
     named = [(page, text) for page, text in SPANS if re.fullmatch(places, text)]
     assert len(named) >= 20

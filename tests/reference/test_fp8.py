@@ -76,7 +76,7 @@ def float32_at(bits: list[int]) -> torch.Tensor:
     return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-def test_the_dtype_is_what_the_page_means() -> None:
+def test_the_dtype_has_the_values_of_the_page() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     expected = torch.tensor([e4m3_value(code) for code in range(256)])
     assert_same_bits(values, expected, "float8_e4m3fn")
@@ -155,7 +155,7 @@ def test_groups_of_zeros_keep_their_signs() -> None:
     assert (quantized.view(torch.uint8)[1, ::2] == 0x80).all()
 
 
-def test_nan_stays_in_its_group_and_infinity_too() -> None:
+def test_nan_and_infinity_stay_in_their_group() -> None:
     y = torch.ones(2, 64, dtype=torch.bfloat16)
     y[0, 20], y[1, 40] = math.nan, -math.inf
     for form in ("float32", "ue8m0"):
@@ -240,7 +240,7 @@ def test_leading_dimensions_are_rows() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", **dtype_ids)
-def test_the_call_is_the_norm_and_then_the_quantization(dtype: torch.dtype, mode: str) -> None:
+def test_the_call_equals_norm_then_quantization(dtype: torch.dtype, mode: str) -> None:
     xs = all_inputs(3, (5, 256), dtype)
     residual, weight = (shared_input(s, dtype, "rw") for s in ((5, 256), (256,)))
     options = {"weight_bias": 1.0, "numerics": mode}
@@ -344,30 +344,36 @@ def test_shards_of_more_dimensions_and_in_place() -> None:
 
 
 def test_wrong_arguments() -> None:
-    y, w = torch.ones(4, 64), torch.ones(64)
-    with pytest.raises(TypeError, match="float64"):
-        reference.quantize(y.double())
-    with pytest.raises(TypeError, match="quant"):
-        reference.quantize(y, "fp8")
-    with pytest.raises(ValueError, match="hidden_size"):
-        reference.quantize(torch.ones(()), allnorm.Fp8PerToken())
-    with pytest.raises(ValueError, match=r"64.*128"):
-        reference.quantize(y, allnorm.Fp8PerGroup(128))
-    with pytest.raises(ValueError, match="meta"):
-        reference.quantize(y, allnorm.Fp8PerTensor(torch.ones(1, device="meta")))
-    with pytest.raises(TypeError, match="quant"):
-        reference.all_reduce_add_rms_norm_quant([y], None, w, 1e-6, quant=None)
-    with pytest.raises(TypeError, match="list of all ranks"):
-        reference.all_reduce_add_rms_norm([y], y, w, 1e-6, residual_sharded=True)
-    with pytest.raises(ValueError, match=r"shards\[1\] has shape \[3, 64\].*\[2, 64\]"):
-        reference.all_reduce_add_rms_norm([y, y], [y[:2], y[:3]], w, 1e-6, residual_sharded=True)
-    with pytest.raises(ValueError, match="empty"):
-        reference.all_gather_rows([], 0)
-    with pytest.raises(ValueError, match="differ"):
-        reference.all_gather_rows([y[:2], y[:2].half()], 4)
-    for numbers in ((-1, 2, 0), (3, 0, 0), (3, 2, 2), (3, 2, -1)):
-        with pytest.raises(ValueError, match="rank"):
-            reference.row_shard(*numbers)
+    y, w, quantize = torch.ones(4, 64), torch.ones(64), reference.quantize
+    norm, on_meta = reference.all_reduce_add_rms_norm, torch.ones(1, device="meta")
+    shards = [y[:2], y[:3]]
+    for kind, words, wrong in (
+        (TypeError, "float64", lambda: quantize(y.double())),
+        (TypeError, "quant", lambda: quantize(y, "fp8")),
+        (ValueError, "hidden_size", lambda: quantize(torch.ones(()), allnorm.Fp8PerToken())),
+        (ValueError, "64.*128", lambda: quantize(y, allnorm.Fp8PerGroup(128))),
+        (ValueError, "meta", lambda: quantize(y, allnorm.Fp8PerTensor(on_meta))),
+        (
+            *(TypeError, "quant"),
+            lambda: reference.all_reduce_add_rms_norm_quant([y], None, w, 1e-6, quant=None),
+        ),
+        (
+            *(TypeError, "list of all ranks"),
+            lambda: norm([y], y, w, 1e-6, residual_sharded=True),
+        ),
+        (
+            *(ValueError, r"shards\[1\] has shape \[3, 64\].*\[2, 64\]"),
+            lambda: norm([y, y], shards, w, 1e-6, residual_sharded=True),
+        ),
+        (ValueError, "empty", lambda: reference.all_gather_rows([], 0)),
+        (ValueError, "differ", lambda: reference.all_gather_rows([y[:2], y[:2].half()], 4)),
+        *(
+            (ValueError, "rank", lambda n=numbers: reference.row_shard(*n))
+            for numbers in ((-1, 2, 0), (3, 0, 0), (3, 2, 2), (3, 2, -1))
+        ),
+    ):
+        with pytest.raises(kind, match=words):
+            wrong()
 
 
 @pytest.mark.gpu
@@ -394,7 +400,7 @@ def test_cuda_gives_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
         assert_same_bits(on_gpu[0], on_cpu[0], f"divided by {value}")
 
 
-def test_the_greatest_of_a_group_becomes_the_greatest_there_is() -> None:
+def test_the_largest_element_of_a_group_becomes_448() -> None:
     y = shared_input((9, 128), torch.bfloat16, "y")
     quantized, scale = reference.quantize(y, allnorm.Fp8PerGroup(128))
     assert (quantized.float().abs().amax(-1) == 448).all()

@@ -26,13 +26,13 @@ def decide(rank: int, world_size: int) -> tuple[list[int], str, str, int, str]:
 
 
 @on(cpu=(3,))
-def test_every_rank_knows_what_any_of_them_says(pool: RankPool) -> None:
+def test_every_rank_gets_all_answers(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(decide)):
         failure = "rank 1: ValueError: no such kernel"
         assert found == ([0, 1, 2], "", "rank 1: late", 10 + rank, failure)
 
 
-def test_alone_there_is_nobody_to_ask() -> None:
+def test_one_rank_agrees_with_itself() -> None:
     assert gather("x") == ["x"]
     assert agree("") == ""
     assert agree("late") == "rank 0: late"

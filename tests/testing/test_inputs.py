@@ -46,7 +46,7 @@ def test_shared_inputs_depend_on_their_name() -> None:
 
 
 @pytest.mark.parametrize("dtype", **dtype_ids)
-def test_special_kinds_are_what_they_say(dtype: torch.dtype) -> None:
+def test_special_kinds_have_their_values(dtype: torch.dtype) -> None:
     made = {kind: special_input(kind, (9, 64), dtype, 0) for kind in SPECIAL_KINDS}
     assert (made["zeros"] == 0).all()
     assert torch.signbit(made["negative_zeros"]).all()

@@ -81,7 +81,7 @@ def test_a_pool_keeps_its_processes_and_ends_them() -> None:
     pool.close()
 
 
-def test_ranks_share_what_their_parent_has_when_they_start(
+def test_ranks_inherit_environment_folder_and_outputs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks may be forked from a process that was started long before."""
