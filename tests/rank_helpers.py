@@ -97,8 +97,7 @@ def assert_ranks_agree(c: allnorm.Communicator, *tensors: torch.Tensor) -> None:
         # cloned, because a contiguous tensor of one element may have any stride
         dense = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
         digest.update(dense.view(torch.uint8).cpu().numpy().tobytes())
-    digests: list[str] = [""] * c.world_size
-    dist.all_gather_object(digests, digest.hexdigest(), group=c.group)
+    digests = gather(digest.hexdigest(), c.group)
     assert len(set(digests)) == 1, f"the ranks hold different bits: {digests}"
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import MODES, Case, assert_ranks_agree, comm, device, on
+from rank_helpers import Case, assert_ranks_agree, comm, device, on
 
 import allnorm
 from allnorm import reference
@@ -241,26 +241,6 @@ def test_first_replay_and_replay_after_idling(rank: int, world_size: int) -> Non
             case.compare(c, normed, total)
 
 
-@on(gpu=(2, 3, 8))
-def test_several_graphs_in_random_order(rank: int, world_size: int) -> None:
-    c = comm()
-    draw = random.Random(11)
-    sites = [
-        Site(c, Case((tokens, hidden_size), algorithm=algorithm, numerics=draw.choice(MODES)))
-        for tokens, hidden_size in ((1, 4096), (16, 2880), (128, 1024))
-        for algorithm in ("one_shot", "two_shot")
-    ]
-    pending = []
-    for call in range(80):
-        if draw.random() < 0.25:
-            case = Case((draw.choice((1, 7, 64)), 1024), call=call)
-            pending.append((case, *case.run(c)))
-        else:
-            pending.append(draw.choice(sites).replay(call))
-    for case, normed, total in pending:
-        case.compare(c, normed, total)
-
-
 @on(gpu=(2, 4, 8))
 @pytest.mark.parametrize("early_trigger", [True, False], ids=["early", "late"])
 def test_chains_of_dependent_calls(rank: int, world_size: int, early_trigger: bool) -> None:
@@ -338,44 +318,6 @@ def test_changing_streams(rank: int, world_size: int) -> None:
     torch.cuda.synchronize()
     for case, normed, total in pending:
         case.compare(c, normed, total)
-
-
-@pytest.mark.slow
-@on(gpu=(2, 3, 8))
-def test_soak(rank: int, world_size: int) -> None:
-    """Runs random shapes, algorithms, graphs and delays without synchronization within a batch."""
-    c, seconds = comm(), 20.0
-    agreed, own = random.Random(5), random.Random(100 + rank)
-    sites = [
-        Site(c, Case((tokens, hidden_size), algorithm=algorithm))
-        for tokens, hidden_size, algorithm in (
-            (1, 4096, "one_shot"),
-            (8, 4096, "two_shot"),
-            (64, 2880, "two_shot"),
-            (16, 7168, "one_shot"),
-        )
-    ]
-    start, calls, go_on = time.monotonic(), 0, True
-    while go_on:
-        pending = []
-        for _ in range(50):
-            calls += 1
-            if own.random() < 0.05:
-                time.sleep(own.random() * 1e-3)
-            if own.random() < 0.1:
-                torch.cuda._sleep(int(own.random() * 200_000))
-            if agreed.random() < 0.5:
-                pending.append(agreed.choice(sites).replay(calls))
-            else:
-                tokens = agreed.choice((1, 2, 5, 32, 200))
-                case = Case((tokens, agreed.choice((512, 2880, 4096))), call=calls)
-                case = case.but(algorithm=agreed.choice(("one_shot", "two_shot", "auto")))
-                pending.append((case, *case.run(c)))
-        for case, normed, total in pending:
-            case.compare(c, normed, total)
-        flag = torch.tensor([time.monotonic() - start < seconds])
-        dist.broadcast(flag, 0)
-        go_on = bool(flag)
 
 
 @on(gpu=(2, 4))

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from limits import HANG_SECONDS
-from rank_helpers import Case, comm, message_of, on
+from rank_helpers import Case, Experts, comm, message_of, on
 from script_helpers import script
 
 import allnorm
@@ -50,6 +50,10 @@ REPEATED = (
     # 8 rows: column-major scales without padding between columns
     BASE.but(quant=allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0"), shape=(8, 4096)),
     BASE.but(quant=allnorm.Fp8PerTensor(torch.tensor([0.5]))),
+    BASE.but(post_norm=True),
+    BASE.but(post_norm=True, second_norm=False, scale=0.5),
+    BASE.but(scale=0.5, quant=GROUPS, post_norm=True),
+    BASE.but(experts=Experts(shared=True), post_norm=True),
     # 7 rows: padding between columns
     BASE.but(quant=allnorm.Fp8PerGroup(128, "column_major_tma"), shape=(7, 4096)),
 )
