@@ -1,6 +1,5 @@
 // Predicates and sizes of a call, for all backends.
-#ifndef ALLNORM_ABI_CALL_H_
-#define ALLNORM_ABI_CALL_H_
+#pragma once
 
 #include <cstdint>
 
@@ -71,4 +70,3 @@ inline int64_t scale_tiles(const AllnormCall& call) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_ABI_CALL_H_

@@ -1,7 +1,6 @@
 // Checks of the C ABI, for all backends. They return ALLNORM_OK, or ALLNORM_INVALID_ARGUMENT with a
 // text that says what was given and what was expected.
-#ifndef ALLNORM_ABI_CHECK_H_
-#define ALLNORM_ABI_CHECK_H_
+#pragma once
 
 #include <cstdint>
 
@@ -33,4 +32,3 @@ RowRange owned_rows(const AllnormCommConfig& config, const AllnormCall& call);
 int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_bytes);
 
 }  // namespace allnorm
-#endif  // ALLNORM_ABI_CHECK_H_

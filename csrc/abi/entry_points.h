@@ -1,7 +1,6 @@
 // The entry points of the C ABI that all backends share. Include it in exactly one file of each
 // library, after the backend's communicator class, rows_per_chunk(), run_local() and AllnormComm.
-#ifndef ALLNORM_ABI_ENTRY_POINTS_H_
-#define ALLNORM_ABI_ENTRY_POINTS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -84,5 +83,3 @@ int32_t allnorm_comm_stats(AllnormComm* comm, AllnormStats* stats) {
   comm->gate.leave();
   return status;
 }
-
-#endif  // ALLNORM_ABI_ENTRY_POINTS_H_

@@ -1,6 +1,5 @@
 // Error texts, one per thread.
-#ifndef ALLNORM_ABI_ERROR_H_
-#define ALLNORM_ABI_ERROR_H_
+#pragma once
 
 #include <cstdint>
 
@@ -17,4 +16,3 @@ int32_t invalid(const char* what, long long given, const char* expected);
 const char* last_error();
 
 }  // namespace allnorm
-#endif  // ALLNORM_ABI_ERROR_H_

@@ -3,8 +3,7 @@
 // Any thread may call close() while other threads are in calls. It admits no further calls, the
 // backend ends the waits of current calls, and close() returns when the last of them has left. A
 // forked child shares its parent's workspaces, so its writes would reach the parent's peers.
-#ifndef ALLNORM_ABI_GATE_H_
-#define ALLNORM_ABI_GATE_H_
+#pragma once
 
 #include <atomic>
 #include <cstdint>
@@ -38,4 +37,3 @@ class Gate {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_ABI_GATE_H_

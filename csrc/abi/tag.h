@@ -1,6 +1,5 @@
 // The tag of a call: the values that ranks compare.
-#ifndef ALLNORM_ABI_TAG_H_
-#define ALLNORM_ABI_TAG_H_
+#pragma once
 
 #include <bit>
 #include <cstdint>
@@ -79,4 +78,3 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_ABI_TAG_H_

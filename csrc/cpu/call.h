@@ -1,6 +1,5 @@
 // Converts a call of the C ABI to the inputs of the row kernels and of the exchange.
-#ifndef ALLNORM_CPU_CALL_H_
-#define ALLNORM_CPU_CALL_H_
+#pragma once
 
 #include <cstdint>
 
@@ -46,4 +45,3 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first);
 int32_t run_local(const AllnormCall& call);
 
 }  // namespace allnorm
-#endif  // ALLNORM_CPU_CALL_H_

@@ -1,6 +1,5 @@
 // The communicator of the CPU backend: an exchange over shared memory.
-#ifndef ALLNORM_CPU_COMM_H_
-#define ALLNORM_CPU_COMM_H_
+#pragma once
 
 #include <atomic>
 #include <cstddef>
@@ -123,4 +122,3 @@ class CpuCommunicator {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_CPU_COMM_H_

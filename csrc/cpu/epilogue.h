@@ -1,7 +1,6 @@
 // The epilogue of a reduced row: post norm and scale, residual add, RMSNorm, store in a format.
 // Numerics steps 1c to 5; step 6 is in the format. Compiled once per instruction set: cpu/simd.h.
-#ifndef ALLNORM_CPU_EPILOGUE_H_
-#define ALLNORM_CPU_EPILOGUE_H_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -264,4 +263,3 @@ static void change_and_norm_row(const RowOp& op, const RowPointers<T>& row, int 
 }
 
 }  // namespace allnorm::ALLNORM_ISA
-#endif  // ALLNORM_CPU_EPILOGUE_H_

@@ -2,8 +2,7 @@
 //
 // A format is a function of y, rounded to the dtype of x. If y is a result itself, it is in
 // row.out; otherwise it is in memory that only this row uses.
-#ifndef ALLNORM_CPU_FORMATS_H_
-#define ALLNORM_CPU_FORMATS_H_
+#pragma once
 
 #include "cpu/formats/e4m3.h"
 #include "cpu/formats/nvfp4.h"
@@ -21,4 +20,3 @@ template <class T>
 constexpr StoreRow<T> kFormats[] = {&store_plain<T>, &store_e4m3<T>, &store_nvfp4<T>};
 
 }  // namespace allnorm::ALLNORM_ISA
-#endif  // ALLNORM_CPU_FORMATS_H_

@@ -1,6 +1,5 @@
 // Host memory verbs, with the order in the name, for memory that other processes map too.
-#ifndef ALLNORM_CPU_MEMORY_H_
-#define ALLNORM_CPU_MEMORY_H_
+#pragma once
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -83,4 +82,3 @@ inline void futex_wake_all_shared(const uint32_t* address) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_CPU_MEMORY_H_

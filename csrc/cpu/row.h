@@ -1,7 +1,6 @@
 // The rows of a task, and access to elements by pairs of vectors. Compiled once per instruction
 // set: cpu/simd.h.
-#ifndef ALLNORM_CPU_ROW_H_
-#define ALLNORM_CPU_ROW_H_
+#pragma once
 
 #include <cstdint>
 
@@ -39,4 +38,3 @@ struct PartialPair {
 };
 
 }  // namespace allnorm::ALLNORM_ISA
-#endif  // ALLNORM_CPU_ROW_H_

@@ -1,7 +1,6 @@
 // Row tasks of the CPU backend: sum the sources in rank order, add the residual, normalize,
 // quantize.
-#ifndef ALLNORM_CPU_ROW_TASK_H_
-#define ALLNORM_CPU_ROW_TASK_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -171,4 +170,3 @@ extern const int kNumIsas;
 const Isa& best_isa();
 
 }  // namespace allnorm
-#endif  // ALLNORM_CPU_ROW_TASK_H_

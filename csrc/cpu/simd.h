@@ -4,8 +4,7 @@
 // This header is compiled once per instruction set. Everything in it must be forced inline and in
 // namespace ALLNORM_ISA. Otherwise the linker would keep one copy of a function, possibly one that
 // the machine cannot run.
-#ifndef ALLNORM_CPU_SIMD_H_
-#define ALLNORM_CPU_SIMD_H_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -270,4 +269,3 @@ ALLNORM_INLINE void store_partial(typename T::Storage* to, Pair value, int64_t c
 }
 
 }  // namespace allnorm::ALLNORM_ISA
-#endif  // ALLNORM_CPU_SIMD_H_

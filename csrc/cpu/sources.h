@@ -1,7 +1,6 @@
 // Sources of a row: the partials of all ranks, read in place and summed in rank order, or sums of
 // experts' rows. Compiled once per instruction set: cpu/simd.h.
-#ifndef ALLNORM_CPU_SOURCES_H_
-#define ALLNORM_CPU_SOURCES_H_
+#pragma once
 
 #include <cstdint>
 
@@ -111,4 +110,3 @@ static void sum_experts(const ExpertRows& experts, int64_t token, int64_t hidden
 }
 
 }  // namespace allnorm::ALLNORM_ISA
-#endif  // ALLNORM_CPU_SOURCES_H_

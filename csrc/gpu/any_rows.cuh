@@ -1,8 +1,7 @@
 // The local kernel for rows of any width and alignment: rows that do not fit into a cluster, or
 // cannot be loaded by packs. One block per row. Sums, arithmetic and formats are those of
 // local_rows.cuh, which handles all other rows.
-#ifndef ALLNORM_GPU_ANY_ROWS_CUH_
-#define ALLNORM_GPU_ANY_ROWS_CUH_
+#pragma once
 
 #include "gpu/features.h"
 #include "gpu/params.h"
@@ -316,4 +315,3 @@ __device__ __forceinline__ void AnyRowsKernel<T, kAligned, kFeatures, Format>::r
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_ANY_ROWS_CUH_

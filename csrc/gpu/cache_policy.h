@@ -5,8 +5,7 @@
 // for evictions, and loads for memory. So calls ask the cache to keep their lines, for up to 6 MiB
 // of rows; beyond that nothing was gained. Figures:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#lines-that-stay-in-the-l2-cache
-#ifndef ALLNORM_GPU_CACHE_POLICY_H_
-#define ALLNORM_GPU_CACHE_POLICY_H_
+#pragma once
 
 #include <cstdint>
 
@@ -26,4 +25,3 @@ inline CachePolicy cache_policy(int64_t bytes) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_CACHE_POLICY_H_

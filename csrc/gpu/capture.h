@@ -1,7 +1,6 @@
 // Queries a stream that is being captured: the predecessors of its next node, and when a launch
 // after them may begin.
-#ifndef ALLNORM_GPU_CAPTURE_H_
-#define ALLNORM_GPU_CAPTURE_H_
+#pragma once
 
 #include <cstddef>
 
@@ -48,4 +47,3 @@ bool set_start(cudaStream_t stream, Start start);
 void note_own_launch(cudaStream_t stream, const Captured& captured);
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_CAPTURE_H_

@@ -1,6 +1,5 @@
 // The communicator of the CUDA backend: workspace, failure record, order of streams.
-#ifndef ALLNORM_GPU_COMMUNICATOR_H_
-#define ALLNORM_GPU_COMMUNICATOR_H_
+#pragma once
 
 #include <atomic>
 #include <cstdint>
@@ -69,4 +68,3 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 int32_t run_local(const AllnormCall& call);
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_COMMUNICATOR_H_

@@ -1,7 +1,6 @@
 // The epilogue of a reduced row: post norm and scale, residual add, RMSNorm, store in a format. It
 // does not depend on how the row was reduced. Numerics steps 1c to 5; step 6 is in the format.
-#ifndef ALLNORM_GPU_EPILOGUE_CUH_
-#define ALLNORM_GPU_EPILOGUE_CUH_
+#pragma once
 
 #include "gpu/features.h"
 #include "gpu/params.h"
@@ -243,4 +242,3 @@ class NormEpilogue {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_EPILOGUE_CUH_

@@ -55,8 +55,7 @@
 // The operation counter has one copy per possible block. A block reads its own copy. It advances an
 // equal share of the copies that no block of this grid owns, and its own copy when all its threads
 // have read it. No atomics are needed, and all copies are equal whatever grids follow.
-#ifndef ALLNORM_GPU_EXCHANGE_CUH_
-#define ALLNORM_GPU_EXCHANGE_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -380,4 +379,3 @@ class Exchange {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_EXCHANGE_CUH_

@@ -1,8 +1,7 @@
 // Optional features of a kernel, beyond the call that most models make. A feature adds code and
 // registers to every call of its kernel, so a call runs on a kernel with only the features that it
 // needs: gpu/kernel_table.cuh.
-#ifndef ALLNORM_GPU_FEATURES_H_
-#define ALLNORM_GPU_FEATURES_H_
+#pragma once
 
 namespace allnorm {
 
@@ -26,4 +25,3 @@ constexpr Features kExtendedDense{
     .experts = false, .islands = true, .post_step = true, .all_formats = true};
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_FEATURES_H_

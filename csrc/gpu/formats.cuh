@@ -20,8 +20,7 @@
 //   needs_greatest(quant)             whether it needs the greatest magnitudes of chunks
 //   stores_y(epilogue)                whether y itself is stored as well
 //   store_chunk<Access>(...)          stores the rest of a chunk
-#ifndef ALLNORM_GPU_FORMATS_CUH_
-#define ALLNORM_GPU_FORMATS_CUH_
+#pragma once
 
 #include "gpu/formats/any_quantized.cuh"
 #include "gpu/formats/e4m3.cuh"
@@ -39,4 +38,3 @@ using BasicFormats = FormatList<Plain, E4m3>;
 using ExtendedFormats = FormatList<Plain, AnyQuantized, AnyQuantized>;
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_FORMATS_CUH_

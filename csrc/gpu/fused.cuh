@@ -25,8 +25,7 @@
 // launch overlaps the rest. The dependent grid may read nothing before griddepcontrol.wait, which
 // waits until this grid is complete and its stores are visible; the PTX ISA demands that wait of
 // every dependent grid. docs/protocol.md has what this saves.
-#ifndef ALLNORM_GPU_FUSED_CUH_
-#define ALLNORM_GPU_FUSED_CUH_
+#pragma once
 
 #include "gpu/features.h"
 #include "gpu/row_stream.cuh"
@@ -116,4 +115,3 @@ __global__ void __launch_bounds__(kMaxThreads, ALLNORM_FAULT(registers_spilled, 
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_FUSED_CUH_

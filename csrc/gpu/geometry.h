@@ -1,6 +1,5 @@
 // The grid geometry of a fused launch. Results do not depend on it.
-#ifndef ALLNORM_GPU_GEOMETRY_H_
-#define ALLNORM_GPU_GEOMETRY_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -108,4 +107,3 @@ inline int local_shared_bytes(int64_t packs, bool quantized) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_GEOMETRY_H_

@@ -1,7 +1,6 @@
 // The table of all kernels. It determines the instantiations, the look-up, and the list that
 // tests/native/sass compares a library's code with.
-#ifndef ALLNORM_GPU_KERNEL_TABLE_CUH_
-#define ALLNORM_GPU_KERNEL_TABLE_CUH_
+#pragma once
 
 #include <cstddef>
 #include <type_traits>
@@ -193,4 +192,3 @@ const void* find_kernel(const KernelKey& key) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_KERNEL_TABLE_CUH_

@@ -1,7 +1,6 @@
 // The compiled kernels, and the key that selects one. One translation unit per dtype, so that they
 // build in parallel.
-#ifndef ALLNORM_GPU_KERNELS_H_
-#define ALLNORM_GPU_KERNELS_H_
+#pragma once
 
 #include "gpu/features.h"
 #include "protocol/row_format.h"
@@ -43,4 +42,3 @@ const void* kernel_bfloat16(const KernelKey& key);
 const void* probe_kernel();
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_KERNELS_H_

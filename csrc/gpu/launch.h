@@ -1,6 +1,5 @@
 // Launches the kernels of checked calls. Only launch.cu launches kernels.
-#ifndef ALLNORM_GPU_LAUNCH_H_
-#define ALLNORM_GPU_LAUNCH_H_
+#pragma once
 
 #include "allnorm.h"
 #include "gpu/capture.h"
@@ -72,4 +71,3 @@ int32_t launch_local(const Device& device, const AllnormCall& call);
 int32_t launch_probe(const Device& device, const ProbeParams& params);
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_LAUNCH_H_

@@ -3,8 +3,7 @@
 //
 // Rows are streamed: the inputs of the next row are in flight while one is normed. Figures:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
-#ifndef ALLNORM_GPU_LOCAL_ROWS_CUH_
-#define ALLNORM_GPU_LOCAL_ROWS_CUH_
+#pragma once
 
 #include "gpu/epilogue.cuh"
 #include "gpu/features.h"
@@ -62,4 +61,3 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_LOCAL_ROWS_CUH_

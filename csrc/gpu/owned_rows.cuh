@@ -11,8 +11,7 @@
 // Owners alternate in the order of dealt_row(). No deadlock: before a cluster waits for a row, it
 // has sent all its partials of rows up to that one and has done its work as an owner of those rows.
 // The lowest unfinished row can therefore always finish, however each rank splits its grid.
-#ifndef ALLNORM_GPU_OWNED_ROWS_CUH_
-#define ALLNORM_GPU_OWNED_ROWS_CUH_
+#pragma once
 
 #include "gpu/fused.cuh"
 #include "gpu/pace.cuh"
@@ -270,4 +269,3 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_OWNED_ROWS_CUH_

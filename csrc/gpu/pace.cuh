@@ -5,8 +5,7 @@
 // together, at the end. At the rate of the link nothing queues: the link is as busy, and a row is
 // processed while later rows cross. Figures:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#pace
-#ifndef ALLNORM_GPU_PACE_CUH_
-#define ALLNORM_GPU_PACE_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -61,4 +60,3 @@ class Pace {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_PACE_CUH_

@@ -1,6 +1,5 @@
 // Kernel parameters, filled by prepare.h: plain structs that host and device share.
-#ifndef ALLNORM_GPU_PARAMS_H_
-#define ALLNORM_GPU_PARAMS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -206,4 +205,3 @@ struct LocalParams {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_PARAMS_H_

@@ -1,7 +1,6 @@
 // Converts a call to kernel parameters, and makes the first state of a workspace: pure functions
 // without CUDA.
-#ifndef ALLNORM_GPU_PREPARE_H_
-#define ALLNORM_GPU_PREPARE_H_
+#pragma once
 
 #include <algorithm>
 #include <bit>
@@ -314,4 +313,3 @@ inline std::vector<char> first_control_block(uint32_t first_op) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_PREPARE_H_

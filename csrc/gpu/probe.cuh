@@ -4,8 +4,7 @@
 // Contract: a workspace holds zeros when its handle is sent to the peers. Only the peer `source`
 // writes PushControl::probe(source), once. The owner reads the words after all ranks have stored
 // (Rendezvous.agree orders the two steps) and before comm_create() initializes the control block.
-#ifndef ALLNORM_GPU_PROBE_CUH_
-#define ALLNORM_GPU_PROBE_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "memory.cuh"
@@ -25,4 +24,3 @@ __device__ __forceinline__ void store_probes(const ProbeParams& params) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_PROBE_CUH_

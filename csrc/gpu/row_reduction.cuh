@@ -1,6 +1,5 @@
 // Sums and maxima over a row that is spread over the threads of a block or a cluster of blocks.
-#ifndef ALLNORM_GPU_ROW_REDUCTION_CUH_
-#define ALLNORM_GPU_ROW_REDUCTION_CUH_
+#pragma once
 
 #include <cstddef>
 
@@ -171,4 +170,3 @@ class RowReduction {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_ROW_REDUCTION_CUH_

@@ -3,8 +3,7 @@
 //
 // No deadlock: every rank does what a wait needs before it waits for that row or any later one. The
 // lowest unfinished row can therefore always finish, however each rank splits its grid.
-#ifndef ALLNORM_GPU_ROW_STREAM_CUH_
-#define ALLNORM_GPU_ROW_STREAM_CUH_
+#pragma once
 
 #include "gpu/epilogue.cuh"
 #include "gpu/exchange.cuh"
@@ -62,4 +61,3 @@ struct RowStream {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_ROW_STREAM_CUH_

@@ -1,8 +1,7 @@
 // One pack in the slots of a workspace: waiting for it, taking it and clearing it.
 //
 // Flag in data: a slot word that is not kEmptyWord has arrived. gpu/exchange.cuh explains reuse.
-#ifndef ALLNORM_GPU_SLOTS_CUH_
-#define ALLNORM_GPU_SLOTS_CUH_
+#pragma once
 
 #include "gpu/exchange.cuh"
 #include "gpu/words.cuh"
@@ -188,4 +187,3 @@ __device__ __forceinline__ bool arrived(const Words<kWords>& pack) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SLOTS_CUH_

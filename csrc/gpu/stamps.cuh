@@ -1,7 +1,6 @@
 // Time stamps of the points that each warp passes in its first row, for the schedules OneRowAhead
 // and Paced. For benchmarks/stamps.py; compiled only with CMake's ALLNORM_STAMPS.
-#ifndef ALLNORM_GPU_STAMPS_CUH_
-#define ALLNORM_GPU_STAMPS_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "memory.cuh"
@@ -50,4 +49,3 @@ class Stamps {
 #endif
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_STAMPS_CUH_

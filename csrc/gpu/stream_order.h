@@ -11,8 +11,7 @@
 // each call, while the stream exists. For a stream that lasts (stream_lasts()), it is recorded only
 // when the stream changes, so a call on the same stream costs only a query of its capture. Figures:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#streams-captures-and-starts
-#ifndef ALLNORM_GPU_STREAM_ORDER_H_
-#define ALLNORM_GPU_STREAM_ORDER_H_
+#pragma once
 
 #include <cstdint>
 #include <map>
@@ -67,4 +66,3 @@ class StreamOrder {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_STREAM_ORDER_H_

@@ -1,6 +1,5 @@
 // One or two words: a pack in a format with fewer bits than x.
-#ifndef ALLNORM_GPU_WORDS_CUH_
-#define ALLNORM_GPU_WORDS_CUH_
+#pragma once
 
 #include "memory.cuh"
 
@@ -39,4 +38,3 @@ __device__ __forceinline__ void store_words(char* address, const Words<2>& words
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_WORDS_CUH_

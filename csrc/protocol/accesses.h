@@ -8,8 +8,7 @@
 //   tests/native/sass/             counts the verbs in the machine code
 //
 // The last two read this file line by line: write one row or verb per line.
-#ifndef ALLNORM_PROTOCOL_ACCESSES_H_
-#define ALLNORM_PROTOCOL_ACCESSES_H_
+#pragma once
 
 // clang-format off
 
@@ -120,5 +119,3 @@
   DO(all_gather, read_partial)
 
 // clang-format on
-
-#endif  // ALLNORM_PROTOCOL_ACCESSES_H_

@@ -3,8 +3,7 @@
 // Two ranks with equal CallTags read and write the same bytes. In every operation, each rank
 // announces its tag to every peer and compares the peers' tags with its own. A diverging peer is
 // therefore reported, and its data is never added to a sum.
-#ifndef ALLNORM_PROTOCOL_CALL_TAG_H_
-#define ALLNORM_PROTOCOL_CALL_TAG_H_
+#pragma once
 
 #include <cstdint>
 
@@ -71,4 +70,3 @@ constexpr uint32_t kMissingCall = 0xfffffffeu;
 constexpr int64_t kMaxHiddenSize = (1 << 20) - 1;
 
 }  // namespace allnorm
-#endif  // ALLNORM_PROTOCOL_CALL_TAG_H_

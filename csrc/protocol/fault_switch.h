@@ -4,8 +4,7 @@
 // as 1, it expands to `wrong`. Either may be empty; put parentheses around a comma in them. Every
 // fault needs a test that reports it. tests/native/kernel_mutants/table.py names that test, and
 // `make mutants` builds the faults one by one.
-#ifndef ALLNORM_PROTOCOL_FAULT_SWITCH_H_
-#define ALLNORM_PROTOCOL_FAULT_SWITCH_H_
+#pragma once
 
 #define ALLNORM_FAULT(name, wrong, right) ALLNORM_FAULT_IF(ALLNORM_FAULT_##name, wrong, right)
 // Pastes the value of the definition (1), or the name if it is not defined, into one argument.
@@ -15,5 +14,3 @@
 #define ALLNORM_FAULT_IS_1 0,
 #define ALLNORM_FAULT_TAKE(...) ALLNORM_FAULT_SECOND(__VA_ARGS__)
 #define ALLNORM_FAULT_SECOND(first, second, ...) second
-
-#endif  // ALLNORM_PROTOCOL_FAULT_SWITCH_H_

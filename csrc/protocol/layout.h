@@ -8,8 +8,7 @@
 //                      this rank reads it.
 //   PullLayout (CPU):  kPullPhases phases, used in turn. This rank writes into its own memory, and
 //                      peers read it.
-#ifndef ALLNORM_PROTOCOL_LAYOUT_H_
-#define ALLNORM_PROTOCOL_LAYOUT_H_
+#pragma once
 
 #include <cstdint>
 
@@ -310,4 +309,3 @@ ALLNORM_HD DealtRow dealt_row(int64_t index, int64_t rows, int world_size) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_PROTOCOL_LAYOUT_H_

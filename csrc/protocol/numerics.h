@@ -3,8 +3,7 @@
 // Every operation is one IEEE-754 float32 operation, rounded to nearest even. Both compilers are
 // told never to contract (-fmad=false, -ffp-contract=off); fma_rn is an intended fused
 // multiply-add. Denormals are kept.
-#ifndef ALLNORM_PROTOCOL_NUMERICS_H_
-#define ALLNORM_PROTOCOL_NUMERICS_H_
+#pragma once
 
 #include <cmath>
 #include <cstdint>
@@ -487,4 +486,3 @@ class GivenScaleDivisor {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_PROTOCOL_NUMERICS_H_

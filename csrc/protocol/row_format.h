@@ -1,7 +1,6 @@
 // The formats of a normed row. Each backend lists its types in this order: BasicFormats and
 // ExtendedFormats in gpu/formats.cuh, kFormats in cpu/formats.h.
-#ifndef ALLNORM_PROTOCOL_ROW_FORMAT_H_
-#define ALLNORM_PROTOCOL_ROW_FORMAT_H_
+#pragma once
 
 namespace allnorm {
 
@@ -12,4 +11,3 @@ enum class RowFormat {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_PROTOCOL_ROW_FORMAT_H_

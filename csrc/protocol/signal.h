@@ -1,6 +1,5 @@
 // Waiting for a number, with a deadline, over any memory.
-#ifndef ALLNORM_PROTOCOL_SIGNAL_H_
-#define ALLNORM_PROTOCOL_SIGNAL_H_
+#pragma once
 
 #include <cstdint>
 
@@ -56,4 +55,3 @@ class Deadline {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_PROTOCOL_SIGNAL_H_

@@ -1,6 +1,5 @@
 // Flag in data: the contents of a slot show whether its data has arrived.
-#ifndef ALLNORM_PROTOCOL_SLOT_H_
-#define ALLNORM_PROTOCOL_SLOT_H_
+#pragma once
 
 #include <cstdint>
 
@@ -31,4 +30,3 @@ ALLNORM_HD bool arrived(const Pack& pack) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_PROTOCOL_SLOT_H_

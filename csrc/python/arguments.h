@@ -3,8 +3,7 @@
 // Python passes a table of the keywords, their defaults and the parts of values such as PostNorm:
 // src/allnorm/core/call.py. This library has names only for tensors, because each has a field in
 // AllnormCall.
-#ifndef ALLNORM_PYTHON_ARGUMENTS_H_
-#define ALLNORM_PYTHON_ARGUMENTS_H_
+#pragma once
 
 #include <vector>
 
@@ -63,5 +62,3 @@ bool read_call(PyObject* const* given, Py_ssize_t num_positional, PyObject* name
 bool read_values(PyObject* values, Arguments& arguments);
 
 }  // namespace allnorm
-
-#endif  // ALLNORM_PYTHON_ARGUMENTS_H_

@@ -1,6 +1,5 @@
 // A prepared call: how to recognize a repetition of it, and where its addresses belong.
-#ifndef ALLNORM_PYTHON_PREPARED_H_
-#define ALLNORM_PYTHON_PREPARED_H_
+#pragma once
 
 #include <cstdint>
 #include <vector>
@@ -76,5 +75,3 @@ void** address_in(AllnormCall& call, Tensor result);
 bool same(PyObject* a, PyObject* b);
 
 }  // namespace allnorm
-
-#endif  // ALLNORM_PYTHON_PREPARED_H_

@@ -1,7 +1,6 @@
 // References to Python objects, with CPython's stable ABI from 3.11 on. Only this file includes
 // Python.h.
-#ifndef ALLNORM_PYTHON_REF_H_
-#define ALLNORM_PYTHON_REF_H_
+#pragma once
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -44,5 +43,3 @@ inline void drop_error(PyObject* kind) {
 inline PyObject* none() { return Ref::borrowed(Py_None).release(); }
 
 }  // namespace allnorm
-
-#endif  // ALLNORM_PYTHON_REF_H_

@@ -1,7 +1,6 @@
 // Numerics step 6 with vectors: quantizes a row of y to e4m3 elements and scales. Compiled once per
 // instruction set: cpu/simd.h.
-#ifndef ALLNORM_CPU_FORMATS_E4M3_H_
-#define ALLNORM_CPU_FORMATS_E4M3_H_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -137,4 +136,3 @@ void store_e4m3(const RowOp& op, const typename T::Storage* y, const RowPointers
 }
 
 }  // namespace allnorm::ALLNORM_ISA
-#endif  // ALLNORM_CPU_FORMATS_E4M3_H_

@@ -1,7 +1,6 @@
 // Numerics step 6 with vectors: quantizes a row of y to e2m1 elements, two per byte, and e4m3
 // scales. Compiled once per instruction set: cpu/simd.h.
-#ifndef ALLNORM_CPU_FORMATS_NVFP4_H_
-#define ALLNORM_CPU_FORMATS_NVFP4_H_
+#pragma once
 
 #include <cstdint>
 
@@ -59,4 +58,3 @@ void store_nvfp4(const RowOp& op, const typename T::Storage* y, const RowPointer
 }
 
 }  // namespace allnorm::ALLNORM_ISA
-#endif  // ALLNORM_CPU_FORMATS_NVFP4_H_

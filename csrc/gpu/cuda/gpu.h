@@ -3,8 +3,7 @@
 // This folder is the leaf of one vendor, found through the include path; csrc/tests/shim is a
 // different one. The kernels use attributes, threadIdx, __syncthreads() and atomics as in CUDA. A
 // leaf for a compiler without them defines them in its gpu.h.
-#ifndef ALLNORM_GPU_GPU_H_
-#define ALLNORM_GPU_GPU_H_
+#pragma once
 
 #include <cstdint>
 
@@ -22,4 +21,3 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_GPU_H_

@@ -1,7 +1,6 @@
 // Memory verbs and all other inline PTX of the CUDA backend. Names contain order and scope. This is
 // the only file with inline PTX.
-#ifndef ALLNORM_GPU_MEMORY_CUH_
-#define ALLNORM_GPU_MEMORY_CUH_
+#pragma once
 
 #include <cstdint>
 
@@ -357,4 +356,3 @@ __device__ __forceinline__ uint32_t multiprocessor() {
 __device__ __forceinline__ void sleep_briefly() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_MEMORY_CUH_

@@ -1,8 +1,7 @@
 // Any quantized format, chosen at run time for the whole grid: e4m3 with all layouts of its scales,
 // and NVFP4. Used only by kernels with Features::all_formats, so that adding a format adds no
 // kernel.
-#ifndef ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_
-#define ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_
+#pragma once
 
 #include "gpu/formats/e4m3.cuh"
 #include "gpu/formats/nvfp4.cuh"
@@ -130,4 +129,3 @@ class AnyQuantized {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_FORMATS_ANY_QUANTIZED_CUH_

@@ -1,7 +1,6 @@
 // Numerics step 6: e4m3 elements with float32 or UE8M0 scales, per group, per token, or one static
 // scale.
-#ifndef ALLNORM_GPU_FORMATS_E4M3_CUH_
-#define ALLNORM_GPU_FORMATS_E4M3_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "gpu/row_reduction.cuh"
@@ -202,4 +201,3 @@ class E4m3 {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_FORMATS_E4M3_CUH_

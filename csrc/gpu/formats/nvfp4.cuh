@@ -3,8 +3,7 @@
 // Eight elements can have any bits, also 0xffffffff: eight times -6. A word on the link therefore
 // contains four elements and, above them, their scale. No such word is kEmptyWord, scales need not
 // be sent separately, and a failure is visible in each word, whose scale is then NaN.
-#ifndef ALLNORM_GPU_FORMATS_NVFP4_CUH_
-#define ALLNORM_GPU_FORMATS_NVFP4_CUH_
+#pragma once
 
 #include "gpu/formats/tiles.cuh"
 #include "gpu/params.h"
@@ -73,4 +72,3 @@ class NvFp4 {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_FORMATS_NVFP4_CUH_

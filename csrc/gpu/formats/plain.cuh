@@ -1,6 +1,5 @@
 // Stores y in the dtype of x: 16 or 32 bits per element.
-#ifndef ALLNORM_GPU_FORMATS_PLAIN_CUH_
-#define ALLNORM_GPU_FORMATS_PLAIN_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "gpu/row_reduction.cuh"
@@ -40,4 +39,3 @@ class Plain {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_FORMATS_PLAIN_CUH_

@@ -1,6 +1,5 @@
 // Stores scales as bytes, in tiles of 128 rows by 4 groups or in rows.
-#ifndef ALLNORM_GPU_FORMATS_TILES_CUH_
-#define ALLNORM_GPU_FORMATS_TILES_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "memory.cuh"
@@ -55,4 +54,3 @@ __device__ __forceinline__ void store_tile_padding(const QuantParams& params, in
 }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_FORMATS_TILES_CUH_

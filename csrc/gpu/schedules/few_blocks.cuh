@@ -3,8 +3,7 @@
 // also its slots, are loaded before this row is summed, and two rows are in flight. Those loads
 // follow the receipt of this row, or its own loads would wait for them. Figures:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
-#ifndef ALLNORM_GPU_SCHEDULES_FEW_BLOCKS_CUH_
-#define ALLNORM_GPU_SCHEDULES_FEW_BLOCKS_CUH_
+#pragma once
 
 #include "gpu/row_stream.cuh"
 #include "protocol/fault_switch.h"
@@ -46,4 +45,3 @@ struct FewBlocks {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SCHEDULES_FEW_BLOCKS_CUH_

@@ -1,6 +1,5 @@
 // one_shot: the next row is in flight while a row is waited for.
-#ifndef ALLNORM_GPU_SCHEDULES_ONE_ROW_AHEAD_CUH_
-#define ALLNORM_GPU_SCHEDULES_ONE_ROW_AHEAD_CUH_
+#pragma once
 
 #include "gpu/row_stream.cuh"
 #include "protocol/fault_switch.h"
@@ -68,4 +67,3 @@ struct OneRowAhead {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SCHEDULES_ONE_ROW_AHEAD_CUH_

@@ -3,8 +3,7 @@
 // The post step makes rows slower. The next row is then sent as soon as this one has been received
 // and the pace allows it. Figures:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
-#ifndef ALLNORM_GPU_SCHEDULES_PACED_CUH_
-#define ALLNORM_GPU_SCHEDULES_PACED_CUH_
+#pragma once
 
 #include "gpu.h"
 #include "gpu/pace.cuh"
@@ -47,4 +46,3 @@ struct Paced {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SCHEDULES_PACED_CUH_

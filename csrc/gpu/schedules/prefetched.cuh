@@ -2,8 +2,7 @@
 // loads per token, which should keep the memory busy. A token's rows are prefetched into the L2
 // cache from two iterations before it is sent. One block per SM, with registers for eight rows of
 // experts. Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
-#ifndef ALLNORM_GPU_SCHEDULES_PREFETCHED_CUH_
-#define ALLNORM_GPU_SCHEDULES_PREFETCHED_CUH_
+#pragma once
 
 #include "gpu/pace.cuh"
 #include "gpu/row_stream.cuh"
@@ -40,4 +39,3 @@ struct Prefetched {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SCHEDULES_PREFETCHED_CUH_

@@ -1,7 +1,6 @@
 // two_shot: two more rows are in flight while a row is waited for: the partials of one on the way
 // to their owners, and the sums of the other on the way back.
-#ifndef ALLNORM_GPU_SCHEDULES_RELAYED_CUH_
-#define ALLNORM_GPU_SCHEDULES_RELAYED_CUH_
+#pragma once
 
 #include "gpu/row_stream.cuh"
 
@@ -43,4 +42,3 @@ struct Relayed {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SCHEDULES_RELAYED_CUH_

@@ -1,6 +1,5 @@
 // Source of dense rows: this rank's partials are the rows of x.
-#ifndef ALLNORM_GPU_SOURCES_DENSE_ROWS_CUH_
-#define ALLNORM_GPU_SOURCES_DENSE_ROWS_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "memory.cuh"
@@ -27,4 +26,3 @@ class DenseRows {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SOURCES_DENSE_ROWS_CUH_

@@ -1,7 +1,6 @@
 // Source of experts' rows: this rank's partials are sums of rows of experts (numerics step 0). A
 // launch without experts uses a different source; that is decided at run time, for the whole grid.
-#ifndef ALLNORM_GPU_SOURCES_EXPERT_ROWS_CUH_
-#define ALLNORM_GPU_SOURCES_EXPERT_ROWS_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "gpu/sources/dense_rows.cuh"
@@ -161,4 +160,3 @@ class LocalExpertRows : public ExpertsOr<T, SummedRows<T>, 4> {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SOURCES_EXPERT_ROWS_CUH_

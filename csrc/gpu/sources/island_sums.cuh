@@ -1,7 +1,6 @@
 // Source of reduced rows after an exchange between islands (numerics step 1b). The float32 sums of
 // all islands are in local memory, for the rows that this rank owns.
-#ifndef ALLNORM_GPU_SOURCES_ISLAND_SUMS_CUH_
-#define ALLNORM_GPU_SOURCES_ISLAND_SUMS_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "memory.cuh"
@@ -61,4 +60,3 @@ class IslandSums {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SOURCES_ISLAND_SUMS_CUH_

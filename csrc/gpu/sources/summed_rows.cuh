@@ -1,7 +1,6 @@
 // Source of rows that are sums of several matrices in local memory, in order (numerics step 1): the
 // gathered partials of `unfused`, or a single matrix that is already reduced.
-#ifndef ALLNORM_GPU_SOURCES_SUMMED_ROWS_CUH_
-#define ALLNORM_GPU_SOURCES_SUMMED_ROWS_CUH_
+#pragma once
 
 #include "gpu/params.h"
 #include "memory.cuh"
@@ -43,4 +42,3 @@ class SummedRows {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_SOURCES_SUMMED_ROWS_CUH_

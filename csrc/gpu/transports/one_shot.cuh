@@ -1,8 +1,7 @@
 // one_shot: every rank pushes its row to every peer, and every rank sums all rows. One hop.
 //
 // Flag in data: a slot word that is not kEmptyWord has arrived. gpu/exchange.cuh explains reuse.
-#ifndef ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_
-#define ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_
+#pragma once
 
 #include "gpu/slots.cuh"
 #include "protocol/fault_switch.h"
@@ -69,4 +68,3 @@ class OneShot {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_TRANSPORTS_ONE_SHOT_CUH_

@@ -6,8 +6,7 @@
 // scales if the format sends them separately. Scales are staged in shared memory and sent together.
 // None of this contains kEmptyWord: rows are canonicalized, no word of a Packed is 0xffffffff, and
 // no scale is negative, not even a NaN.
-#ifndef ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_
-#define ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_
+#pragma once
 
 #include "gpu/slots.cuh"
 #include "protocol/fault_switch.h"
@@ -183,4 +182,3 @@ class RowOwners {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_TRANSPORTS_ROW_OWNERS_CUH_

@@ -4,8 +4,7 @@
 // Chunk c of row t belongs to rank (t + c) mod world_size. Every rank owns an equal share of every
 // row, so a single row uses all links as evenly as thousands of rows. Owner and lane pattern are
 // constant in a warp. Flag in data in both hops; a warp waits only for the packs that it needs.
-#ifndef ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_
-#define ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_
+#pragma once
 
 #include "gpu/slots.cuh"
 #include "protocol/fault_switch.h"
@@ -91,4 +90,3 @@ class TwoShot {
 };
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_TRANSPORTS_TWO_SHOT_CUH_
