@@ -101,12 +101,12 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   const int64_t phase_bytes = PullLayout::phase_bytes(workspace_bytes);
   if (uses_owners(call)) {
     // In whole rounds, so that an owner's rows in a chunk are contiguous.
-    const int64_t turn_bytes =
+    const int64_t round_bytes =
         call.op == ALLNORM_ALL_GATHER_ROWS
             ? row_bytes
-            : PullLayout::turn_bytes(world_size, row_bytes, finished_row(call));
+            : PullLayout::round_bytes(world_size, row_bytes, finished_row(call));
     return world_size *
-           std::min(phase_bytes / turn_bytes, std::max<int64_t>(1, kChunkBytes / turn_bytes));
+           std::min(phase_bytes / round_bytes, std::max<int64_t>(1, kChunkBytes / round_bytes));
   }
   const bool two_shot = call.algorithm == ALLNORM_TWO_SHOT;
   const int64_t fit = phase_bytes / PullLayout::chunk_row_bytes(two_shot, row_bytes);

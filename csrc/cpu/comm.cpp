@@ -281,12 +281,12 @@ int32_t CpuCommunicator::stats(AllnormStats* stats) const {
 }
 
 bool CpuCommunicator::run_chunk(const Chunk& chunk) {
-  const bool in_one_hop = !chunk.turns && chunk.call.algorithm == ALLNORM_ONE_SHOT;
+  const bool in_one_hop = !chunk.has_owners && chunk.call.algorithm == ALLNORM_ONE_SHOT;
   ++(in_one_hop ? one_shots_ : two_shots_);
   if (chunk.call.op == ALLNORM_ALL_GATHER_ROWS) return all_gather(chunk);
   if (makes_sums(chunk.call)) return sum_rows(chunk);
   if (takes_sums(chunk.call)) return island_sums(chunk);
-  if (chunk.turns) return sharded(chunk);
+  if (chunk.has_owners) return sharded(chunk);
   return in_one_hop ? one_shot(chunk) : two_shot(chunk);
 }
 
@@ -335,7 +335,7 @@ int32_t CpuCommunicator::run(const AllnormCall& call) {
                          .layout = pull_layout(config_.world_size, call,
                                                std::min(max_rows, call.num_tokens - begin)),
                          .begin = begin,
-                         .turns = uses_owners(call)};
+                         .has_owners = uses_owners(call)};
     if (!run_chunk(chunk)) return refuse(call, begin);
     ++op_;
     begin += chunk.layout.rows;

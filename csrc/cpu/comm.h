@@ -53,7 +53,7 @@ class CpuCommunicator {
     CallTag tag;
     PullLayout layout;
     int64_t begin;
-    bool turns;
+    bool has_owners;
   };
   // The rows of a chunk that one rank sums, finishes or gives.
   struct OwnedRows {

@@ -30,7 +30,7 @@ CpuCommunicator::OwnedRows CpuCommunicator::owned_rows(const Chunk& chunk, int o
                      .row = chunk.begin + slots.begin,
                      .residual_row = chunk.begin + slots.begin,
                      .count = slots.end - slots.begin};
-  if (chunk.turns) {
+  if (chunk.has_owners) {
     // A chunk begins with a row of rank 0, so each owner's rows in it are contiguous.
     const DealtRow first =
         dealt_row(chunk.begin + owner, chunk.call.num_tokens, config_.world_size);

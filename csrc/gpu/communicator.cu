@@ -103,7 +103,7 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
   status = cuda_status(guard.status(), "selecting the device");
   Start start = Start::kLetIn;
   if (status == ALLNORM_OK) status = order_.begin(stream, &start);
-  if (status != ALLNORM_OK) return break_off(call, false);
+  if (status != ALLNORM_OK) return fail_call(call, false);
   if (call.num_tokens == 0) {
     // Nothing to exchange, but a peer may make a call with rows, and both must learn of it.
     status = launch_without_rows(device_, call, config_.world_size,
@@ -112,7 +112,7 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
     status = launch_chunks(call, rows, start);
   }
   if (status == ALLNORM_OK) status = order_.end(stream);
-  return status == ALLNORM_OK ? status : break_off(call, true);
+  return status == ALLNORM_OK ? status : fail_call(call, true);
 }
 
 int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, Start start) {
@@ -136,7 +136,7 @@ int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, St
   return status;
 }
 
-int32_t GpuCommunicator::break_off(const AllnormCall& call, bool in_order) {
+int32_t GpuCommunicator::fail_call(const AllnormCall& call, bool in_order) {
   failure_ = last_error();
   has_failed_.store(true, std::memory_order_release);
   // Tells the peers, if that launch succeeds; otherwise they wait until their deadline. A call

@@ -47,7 +47,7 @@ class GpuCommunicator {
   int32_t launch_chunks(const AllnormCall& call, int64_t rows, Start start);
   // Fails a call that the peers may have made. This rank makes no further calls, because its next
   // call would be matched with this call of its peers.
-  int32_t break_off(const AllnormCall& call, bool in_order);
+  int32_t fail_call(const AllnormCall& call, bool in_order);
   int32_t report_failure() const;
 
   AllnormCommConfig config_;

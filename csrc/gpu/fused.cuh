@@ -41,7 +41,7 @@ __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
   if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) exchange.count_launch();
   Format::store_padding(params.epilogue.quant, blockIdx.x * blockDim.x + threadIdx.x,
                         cluster_size() * blockDim.x);
-  let_dependents_in(params);
+  trigger_dependents(params);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
   exchange.advance_unused();
   __syncthreads();

@@ -84,7 +84,7 @@ class OwnedRows {
     const int most = kDepth * step;
     const int lag = most < last - first ? most : last - first;
     Pace pace;
-    if (!kFew && kOwned != Owned::kGiven && end > kUnpacedTurns * step) {
+    if (!kFew && kOwned != Owned::kGiven && end > kUnpacedPeriods * step) {
       pace.start(params_.row_ps, first, step, kSendsPacked ? 1 : 0);
     }
     send(first, own);
@@ -104,7 +104,7 @@ class OwnedRows {
         send(index + kDepth * step, ahead);
         ahead = load_input(index + (kDepth + 1) * step);
         // The rest of this grid may overlap the launch of the dependent grid.
-        if (index == last) let_dependents_in(params_);
+        if (index == last) trigger_dependents(params_);
         if (row_at(index).owner == params_.rank) {
           do_own_part(index, index == first ? own : load_input(index));
         }
@@ -120,8 +120,8 @@ class OwnedRows {
   // Number of rows whose partials are in flight, and of iterations from a row's own part to its
   // receipt. Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
   static constexpr int kDepth = kOwned == Owned::kSum && !kFew ? 1 : 2;
-  // With fewer iterations pacing makes no call faster (same page).
-  static constexpr int kUnpacedTurns = 7;
+  // With fewer periods pacing makes no call faster (same page).
+  static constexpr int kUnpacedPeriods = 7;
 
   __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
 

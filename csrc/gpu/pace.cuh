@@ -18,29 +18,29 @@ namespace allnorm {
 class Pace {
  public:
   // Waits until a cluster that sends rows first, first + step, ... may start. The next wait() ends
-  // `turns` turns later; a turn is the time of `step` rows. `row_ps`: time of a row on the link in
-  // picoseconds; 0: unknown, nothing waits.
+  // `periods` periods later; a period is the time of `step` rows. `row_ps`: time of a row on the
+  // link in picoseconds; 0: unknown, nothing waits.
   //
-  // Clusters start one after the other over half a turn. If all started at once they would wait for
-  // each other's rows together; over a whole turn the last ones would start too late.
-  __device__ __forceinline__ void start(int row_ps, int first, int step, int turns) {
+  // Clusters start one after the other over half a period. If all started at once they would wait
+  // for each other's rows together; over a whole period the last ones would start too late.
+  __device__ __forceinline__ void start(int row_ps, int first, int step, int periods) {
     if (row_ps == 0) return;
-    turn_ns_ = time_ns(row_ps, step);
+    period_ns_ = time_ns(row_ps, step);
     due_ns_ = DeviceClock::now_ns() + time_ns(row_ps, first) / 2;
     wait_until_due();
-    due_ns_ += turns * static_cast<int64_t>(turn_ns_);
+    due_ns_ += periods * static_cast<int64_t>(period_ns_);
   }
 
   // Returns whether wait() would return at once.
   __device__ __forceinline__ bool is_due() const {
-    return turn_ns_ == 0 || DeviceClock::now_ns() >= due_ns_;
+    return period_ns_ == 0 || DeviceClock::now_ns() >= due_ns_;
   }
 
   // Waits until this cluster's next row may be sent.
   __device__ __forceinline__ void wait() {
-    if (turn_ns_ == 0) return;
+    if (period_ns_ == 0) return;
     wait_until_due();
-    ALLNORM_FAULT(turns_do_not_add_up, , due_ns_ += turn_ns_);
+    ALLNORM_FAULT(turns_do_not_add_up, , due_ns_ += period_ns_);
   }
 
  private:
@@ -50,12 +50,12 @@ class Pace {
     return static_cast<int>(static_cast<int64_t>(row_ps) * rows / 1000);
   }
 
-  // Waits for at most a turn.
+  // Waits for at most a period.
   __device__ __forceinline__ void wait_until_due() const {
     while (DeviceClock::now_ns() < due_ns_) sleep_briefly();
   }
 
-  int turn_ns_ = 0;
+  int period_ns_ = 0;
   int64_t due_ns_ = 0;
 };
 

@@ -12,7 +12,7 @@
 namespace allnorm {
 
 // Triggers the dependent launch. A block that ends triggers it as well.
-__device__ __forceinline__ void let_dependents_in(const FusedParams& params) {
+__device__ __forceinline__ void trigger_dependents(const FusedParams& params) {
   if (!params.late_trigger) trigger_next_grid();
 }
 

@@ -268,8 +268,8 @@ struct PullLayout {
     return two_shot ? 2 * row_bytes : row_bytes;
   }
   // Sharded: bytes of one row of every owner.
-  ALLNORM_HD static int64_t turn_bytes(int world_size, int64_t row_bytes,
-                                       const FinishedRow& finished) {
+  ALLNORM_HD static int64_t round_bytes(int world_size, int64_t row_bytes,
+                                        const FinishedRow& finished) {
     return world_size * row_bytes + finished.bytes();
   }
 

@@ -1,6 +1,6 @@
 // A rank that could not launch a call says so in its place: its peers end with an error that names
 // it, at once, instead of waiting until their deadline or taking its next call for this one.
-// GpuCommunicator::break_off() launches what is launched here. A rank whose call has no rows is
+// GpuCommunicator::fail_call() launches what is launched here. A rank whose call has no rows is
 // found in the same way. Over fibers (tests/shim).
 #include "tests/cuda_ranks.h"
 

@@ -236,7 +236,7 @@ void test_pull_sharded() {
         const int64_t owned = (rows + world_size - 1) / world_size;
         const PullLayout layout = {.rows = rows, .row_bytes = 6, .owned = owned, .finished = row};
         std::vector<int> used(
-            static_cast<size_t>(owned * PullLayout::turn_bytes(world_size, 6, row)), 0);
+            static_cast<size_t>(owned * PullLayout::round_bytes(world_size, 6, row)), 0);
         const auto mark = [&](const char* what, int64_t offset, int64_t bytes) {
           if (!check(offset >= 0 && offset + bytes <= static_cast<int64_t>(used.size()),
                      "%s outside: world_size %d rows %lld", what, world_size,

@@ -25,7 +25,7 @@ struct FewBlocks {
     Pack peeked = rows.transport.peek(rows.first);
     for (int row = rows.first; row < rows.end; row += rows.step) {
       const bool last = rows.is_last(row);
-      if (last) let_dependents_in(rows.params);
+      if (last) trigger_dependents(rows.params);
       rows.send(row + 2 * rows.step, ahead);
       const Pack reduced = rows.transport.receive(row, [&] { return own; }, &peeked);
       const Pack after = rows.load(row + 3 * rows.step);

@@ -49,7 +49,7 @@ struct OneRowAhead {
     for (int row = rows.first; row < rows.end; row += rows.step) {
       const bool last = rows.is_last(row);
       if (last) {
-        let_dependents_in(rows.params);
+        trigger_dependents(rows.params);
       } else {
         rows.send(row + rows.step, ahead);
         kept.keep_next(ahead);

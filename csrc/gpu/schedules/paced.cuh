@@ -26,7 +26,7 @@ struct Paced {
     Pack ahead = rows.load(rows.first + rows.step);
     for (int row = rows.first; row < rows.end; row += rows.step) {
       const bool last = rows.is_last(row);
-      if (last) let_dependents_in(rows.params);
+      if (last) trigger_dependents(rows.params);
       // The first row is below `step`. Comparing with `first` would spill a register.
       if (row >= rows.step) rows.epilogue.prefetch_row(row);
       const Pack reduced = rows.transport.receive(row, [&] { return rows.load(row); });

@@ -24,7 +24,7 @@ struct Prefetched {
       rows.source.prefetch(begun, row + 2 * rows.step, rows.end);
       begun = rows.source.begin_prefetch(row + 3 * rows.step, rows.end);
       if (last) {
-        let_dependents_in(rows.params);
+        trigger_dependents(rows.params);
       } else {
         pace.wait();
         rows.send(row + rows.step, ahead);

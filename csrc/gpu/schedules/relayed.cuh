@@ -22,7 +22,7 @@ struct Relayed {
     for (int row = rows.first; row < rows.end; row += rows.step) {
       const bool last = rows.is_last(row);
       if (last) {
-        let_dependents_in(rows.params);
+        trigger_dependents(rows.params);
       } else {
         rows.send(row + 2 * rows.step, ahead);
         ahead = rows.load(row + 3 * rows.step);
