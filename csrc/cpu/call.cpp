@@ -187,12 +187,7 @@ ExpertRows expert_rows(const AllnormCall& call, int64_t token) {
 
 RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
   const int64_t bytes = element_bytes(call.dtype);
-  RowTask task = {.sources = nullptr,
-                  .num_sources = 0,
-                  .residual = {},
-                  .out = matrix(call.out, call.out_stride * bytes, row),
-                  .residual_out = {},
-                  .num_rows = 0};
+  RowTask task = {.out = matrix(call.out, call.out_stride * bytes, row)};
   if (is_norm(call)) {
     task.residual = matrix(call.residual, call.residual_stride * bytes, residual_row);
     task.residual_out = matrix(call.residual_out, call.residual_out_stride * bytes, residual_row);
@@ -274,7 +269,7 @@ int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
   thread_local Scratch scratch;
   float* const memory = scratch.reserve(call.hidden_size);
-  if (memory == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a row of working space");
+  if (memory == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a scratch row");
   ConstRows sources[ALLNORM_MAX_WORLD_SIZE];
   for (int i = 0; i < call.num_sources; ++i) {
     sources[i] = x_rows(call, 0);

@@ -94,27 +94,6 @@ CpuCommunicator::CpuCommunicator(const AllnormCommConfig& config)
   store_release(published(config.rank), publication(0));
 }
 
-std::byte* CpuCommunicator::phase(int rank) const {
-  return static_cast<std::byte*>(config_.workspaces[rank]) +
-         PullLayout::phase(op_, PullLayout::phase_bytes(config_.workspace_bytes));
-}
-uint32_t* CpuCommunicator::published(int rank) const {
-  return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
-                                     PullControl::kPublished);
-}
-uint32_t* CpuCommunicator::sleepers(int rank) const {
-  return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
-                                     PullControl::kSleepers);
-}
-uint32_t* CpuCommunicator::left(int rank) const {
-  return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
-                                     PullControl::kLeft);
-}
-uint64_t* CpuCommunicator::tags(int rank) const {
-  return reinterpret_cast<uint64_t*>(static_cast<std::byte*>(config_.workspaces[rank]) +
-                                     PullControl::tag(op_));
-}
-
 void CpuCommunicator::announce(const CallTag& tag) {
   for (int i = 0; i < 2; ++i) store_relaxed(tags(config_.rank) + i, tag.word(op_, i));
 }
@@ -246,16 +225,7 @@ bool CpuCommunicator::close() {
 bool CpuCommunicator::fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag) {
   const int32_t behind = static_cast<int32_t>(seen - publication(1));
   if (status == ALLNORM_INTERRUPTED) tell_peers();
-  return record({.status = status,
-                 .rank = config_.rank,
-                 .peer = peer,
-                 .expected_op = op_,
-                 .seen_op = op_ + static_cast<uint32_t>(behind >> 1),
-                 .expected_shape = tag.shape,
-                 .seen_shape = static_cast<uint32_t>(load_relaxed(tags(peer) + 1)),
-                 .expected_tokens = tag.num_tokens,
-                 .seen_tokens = static_cast<uint32_t>(load_relaxed(tags(peer))),
-                 .died = 0});
+  return record(status, peer, op_ + static_cast<uint32_t>(behind >> 1), tag);
 }
 
 bool CpuCommunicator::same_call(int peer, const CallTag& tag) {
@@ -263,16 +233,7 @@ bool CpuCommunicator::same_call(int peer, const CallTag& tag) {
   if (seen_tokens == tag.word(op_, 0) && seen_shape == tag.word(op_, 1)) [[likely]] {
     return true;
   }
-  return record({.status = ALLNORM_DIVERGED,
-                 .rank = config_.rank,
-                 .peer = peer,
-                 .expected_op = op_,
-                 .seen_op = static_cast<uint32_t>(seen_tokens >> 32),
-                 .expected_shape = tag.shape,
-                 .seen_shape = static_cast<uint32_t>(seen_shape),
-                 .expected_tokens = tag.num_tokens,
-                 .seen_tokens = static_cast<uint32_t>(seen_tokens),
-                 .died = 0});
+  return record(ALLNORM_DIVERGED, peer, static_cast<uint32_t>(seen_tokens >> 32), tag);
 }
 
 int32_t CpuCommunicator::stats(AllnormStats* stats) const {
@@ -293,8 +254,8 @@ bool CpuCommunicator::run_chunk(const Chunk& chunk) {
 int32_t CpuCommunicator::run(const AllnormCall& call) {
   if (runner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
     return fail(ALLNORM_INVALID_ARGUMENT,
-                "a call within a call of the same communicator, by what looks for interrupts: the "
-                "other ranks cannot know of it. Call after the outer one has returned");
+                "a call within a call of the same communicator, from a handler of interrupts: its "
+                "peers do not make it. Make it after the outer call has returned");
   }
   const std::lock_guard lock(run_mutex_);
   const Running running(runner_);
@@ -322,7 +283,7 @@ int32_t CpuCommunicator::run(const AllnormCall& call) {
                 static_cast<long long>(element_bytes(call.dtype)));
   }
   float* const scratch = scratch_.reserve(call.hidden_size);
-  if (scratch == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a row of working space");
+  if (scratch == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a scratch row");
   zero_scale_padding(call);
   const CallTag tag = call_tag(call, call.num_tokens);
   int64_t begin = 0;
@@ -343,9 +304,18 @@ int32_t CpuCommunicator::run(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
-bool CpuCommunicator::record(const AllnormFault& fault) {
+bool CpuCommunicator::record(AllnormStatus status, int peer, uint32_t seen_op, const CallTag& tag) {
   const std::lock_guard lock(fault_mutex_);
-  fault_ = fault;
+  fault_ = {.status = status,
+            .rank = config_.rank,
+            .peer = peer,
+            .expected_op = op_,
+            .seen_op = seen_op,
+            .expected_shape = tag.shape,
+            .seen_shape = static_cast<uint32_t>(load_relaxed(tags(peer) + 1)),
+            .expected_tokens = tag.num_tokens,
+            .seen_tokens = static_cast<uint32_t>(load_relaxed(tags(peer))),
+            .died = 0};
   return false;
 }
 
@@ -353,7 +323,7 @@ int32_t CpuCommunicator::refuse(const AllnormCall& call, int64_t first) {
   zero_scale_padding(call);
   fill_nan(call, config_.world_size, config_.rank, first);
   if (fault_.status == ALLNORM_OK) {
-    return fail(ALLNORM_CLOSED, "rank %d: another thread has closed the communicator meanwhile",
+    return fail(ALLNORM_CLOSED, "rank %d: another thread has closed the communicator",
                 config_.rank);
   }
   return fail(static_cast<AllnormStatus>(fault_.status), "%s",

@@ -76,6 +76,13 @@ class CpuCommunicator {
   bool exchange_partials(const Chunk& chunk, ConstRows* sources);
   void copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count);
   void find_partials(const Chunk& chunk, int64_t row, int64_t slot, ConstRows* sources) const;
+  // Runs the call's operator on `count` rows: outputs from `row` on, residuals from `residual_row`.
+  void run_rows(const Chunk& chunk, int64_t row, int64_t residual_row, int64_t count,
+                const ConstRows* sources, int num_sources) const;
+  // Calls take(owner) for this rank, and then for each peer after it has published `step`: own rows
+  // first, while the peers publish theirs. Returns false if a wait failed.
+  template <class Take>
+  bool for_each_owner(const Chunk& chunk, int step, Take&& take);
   void finish(const Chunk& chunk, const OwnedRows& own, const ConstRows* sources, int num_sources);
   void copy_out(const Chunk& chunk, int owner);
   void announce(const CallTag& tag);
@@ -93,16 +100,24 @@ class CpuCommunicator {
   bool fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag);
   void tell_peers();
   bool same_call(int peer, const CallTag& tag);
-  bool record(const AllnormFault& fault);
+  // Records a failure; `tag` is this rank's. Returns false.
+  bool record(AllnormStatus status, int peer, uint32_t seen_op, const CallTag& tag);
   bool run_chunk(const Chunk& chunk);
   // Fails with the recorded failure. Fills rows from `first` on with NaN.
   int32_t refuse(const AllnormCall& call, int64_t first);
 
-  std::byte* phase(int rank) const;
-  uint32_t* published(int rank) const;
-  uint32_t* sleepers(int rank) const;
-  uint32_t* left(int rank) const;
-  uint64_t* tags(int rank) const;
+  template <class T>
+  T* at(int rank, int64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<std::byte*>(config_.workspaces[rank]) + offset);
+  }
+  std::byte* phase(int rank) const {
+    return at<std::byte>(rank,
+                         PullLayout::phase(op_, PullLayout::phase_bytes(config_.workspace_bytes)));
+  }
+  uint32_t* published(int rank) const { return at<uint32_t>(rank, PullControl::kPublished); }
+  uint32_t* sleepers(int rank) const { return at<uint32_t>(rank, PullControl::kSleepers); }
+  uint32_t* left(int rank) const { return at<uint32_t>(rank, PullControl::kLeft); }
+  uint64_t* tags(int rank) const { return at<uint64_t>(rank, PullControl::tag(op_)); }
   uint32_t publication(int step) const { return 2 * op_ + static_cast<uint32_t>(step); }
 
   const AllnormCommConfig config_;

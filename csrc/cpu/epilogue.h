@@ -177,16 +177,12 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
     const int64_t begin = chunk * kChunk;
     const int64_t left = op.hidden_size - begin;
     const int64_t count = left < kChunk ? left : kChunk;
-    const int64_t whole = count / kPairElems * kPairElems;
     // Missing elements count as zeros.
     if (count < kChunk) memset(z + begin, 0, sizeof(float) * kChunk);
-    for (int64_t i = begin; i < begin + whole; i += kPairElems) {
-      add<T, kSources>(row, num_sources, unrounded, i, WholePair<T>{}, z);
-    }
-    if (whole < count) {
-      add<T, kSources>(row, num_sources, unrounded, begin + whole, PartialPair<T>{count - whole},
-                       z);
-    }
+    for_each_pair<T>(begin, begin + count,
+                     [&](int64_t i, auto access) __attribute__((always_inline)) {
+                       add<T, kSources>(row, num_sources, unrounded, i, access, z);
+                     });
     chunk_sums[chunk] = chunk_square_sum<T>(z + begin);
   }
   if (op.weight == nullptr) return;
@@ -206,27 +202,18 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
 // Numerics step 1 alone.
 template <class T, int kSources>
 static void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
-  const int64_t whole = op.hidden_size / kPairElems * kPairElems, rest = op.hidden_size - whole;
-  const WholePair<T> pair;
-  for (int64_t i = 0; i < whole; i += kPairElems) {
-    pair.store(row.out + i, reduce<T, kSources>(row, num_sources, i, pair));
-  }
-  if (rest == 0) return;
-  const PartialPair<T> last = {rest};
-  last.store(row.out + whole, reduce<T, kSources>(row, num_sources, whole, last));
+  for_each_pair<T>(0, op.hidden_size, [&](int64_t i, auto access) __attribute__((always_inline)) {
+    access.store(row.out + i, reduce<T, kSources>(row, num_sources, i, access));
+  });
 }
 
 // Multiplies every element of a row by `factor`, and rounds.
 template <class T>
 static void scale_sum(typename T::Storage* row, int64_t hidden_size, float factor) {
   const F32 by = broadcast(factor);
-  const int64_t whole = hidden_size / kPairElems * kPairElems, rest = hidden_size - whole;
-  for (int64_t i = 0; i < whole; i += kPairElems) {
-    Elements<T>::store(row + i, round_to<T>(Elements<T>::load(row + i) * by));
-  }
-  if (rest == 0) return;
-  const PartialPair<T> last = {rest};
-  last.store(row + whole, round_to<T>(last.load(row + whole) * by));
+  for_each_pair<T>(0, hidden_size, [&](int64_t i, auto access) __attribute__((always_inline)) {
+    access.store(row + i, round_to<T>(access.load(row + i) * by));
+  });
 }
 
 // Returns the second row of the scratch memory: a row that is computed before it is normed.

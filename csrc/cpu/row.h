@@ -37,4 +37,12 @@ struct PartialPair {
   ALLNORM_INLINE void store(Storage* to, Pair value) const { store_partial<T>(to, value, count); }
 };
 
+// Calls work(i, access) for the elements of a row, from `begin` to `end`.
+template <class T, class Work>
+ALLNORM_INLINE void for_each_pair(int64_t begin, int64_t end, Work work) {
+  int64_t i = begin;
+  for (; i + kPairElems <= end; i += kPairElems) work(i, WholePair<T>{});
+  if (i < end) work(i, PartialPair<T>{end - i});
+}
+
 }  // namespace allnorm::ALLNORM_ISA

@@ -143,12 +143,12 @@ struct RowOp {
 // ALLNORM_ALL_REDUCE, and quantized and scales unless the row is quantized. `out` of
 // ALLNORM_SUM_ROWS is float32.
 struct RowTask {
-  const ConstRows* sources;
-  int num_sources;
-  ConstRows residual;
-  Rows out;
-  Rows residual_out;
-  int64_t num_rows;
+  const ConstRows* sources = nullptr;
+  int num_sources = 0;
+  ConstRows residual = {};
+  Rows out = {};
+  Rows residual_out = {};
+  int64_t num_rows = 0;
   Rows quantized = {};
   ScaleRows scales = {};
   ExpertRows experts = {};

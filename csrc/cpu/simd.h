@@ -150,10 +150,7 @@ template <>
 struct Elements<Float32> {
   static ALLNORM_INLINE Pair load(const float* from) { return load_pair(from); }
   static ALLNORM_INLINE F32 round(F32 value) { return canonical_nan(value); }
-  static ALLNORM_INLINE void store(float* to, Pair value) {
-    store_vector(to, value.a);
-    store_vector(to + kWidth, value.b);
-  }
+  static ALLNORM_INLINE void store(float* to, Pair value) { store_pair(to, value); }
   static ALLNORM_INLINE Pair order(Pair value) { return value; }
   static ALLNORM_INLINE F32 load_natural(const float* from) { return load_vector(from); }
 };

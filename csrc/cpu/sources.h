@@ -84,14 +84,9 @@ ALLNORM_INLINE Pair sum_choices(const Choices<T>& choices, int64_t i, Access acc
 template <class T, bool kWeighted>
 ALLNORM_INLINE void sum_choices(const Choices<T>& choices, int64_t hidden_size,
                                 typename T::Storage* to) {
-  const int64_t whole = hidden_size / kPairElems * kPairElems, rest = hidden_size - whole;
-  const WholePair<T> pair;
-  for (int64_t i = 0; i < whole; i += kPairElems) {
-    pair.store(to + i, sum_choices<T, kWeighted>(choices, i, pair));
-  }
-  if (rest == 0) return;
-  const PartialPair<T> last = {rest};
-  last.store(to + whole, sum_choices<T, kWeighted>(choices, whole, last));
+  for_each_pair<T>(0, hidden_size, [&](int64_t i, auto access) __attribute__((always_inline)) {
+    access.store(to + i, sum_choices<T, kWeighted>(choices, i, access));
+  });
 }
 
 // Numerics step 0: the partial of a token; NaN if the row of a choice does not exist.

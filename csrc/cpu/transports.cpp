@@ -48,13 +48,9 @@ void CpuCommunicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int
   }
   RowOp sum = chunk.op;
   sum.op = ALLNORM_ALL_REDUCE;
-  best_isa().run_rows(sum, {.sources = nullptr,
-                            .num_sources = 1,
-                            .residual = {},
-                            .out = to,
-                            .residual_out = {},
-                            .num_rows = count,
-                            .experts = expert_rows(chunk.call, row)});
+  best_isa().run_rows(
+      sum,
+      {.num_sources = 1, .out = to, .num_rows = count, .experts = expert_rows(chunk.call, row)});
 }
 
 // Finds every rank's partials of rows from `row` on, which are at `slot` in the chunk.
@@ -65,6 +61,25 @@ void CpuCommunicator::find_partials(const Chunk& chunk, int64_t row, int64_t slo
   }
   // Sums of experts' rows are computed only once, in the phase.
   if (!sums_experts(chunk.call)) sources[config_.rank] = x_rows(chunk.call, row);
+}
+
+void CpuCommunicator::run_rows(const Chunk& chunk, int64_t row, int64_t residual_row, int64_t count,
+                               const ConstRows* sources, int num_sources) const {
+  RowTask task = row_task(chunk.call, row, residual_row);
+  task.sources = sources;
+  task.num_sources = num_sources;
+  task.num_rows = count;
+  best_isa().run_rows(chunk.op, task);
+}
+
+template <class Take>
+bool CpuCommunicator::for_each_owner(const Chunk& chunk, int step, Take&& take) {
+  for (int i = 0; i < config_.world_size; ++i) {
+    const int owner = (config_.rank + i) % config_.world_size;
+    if (owner != config_.rank && !wait(owner, step, chunk.tag)) return false;
+    take(owner);
+  }
+  return true;
 }
 
 bool CpuCommunicator::one_shot(const Chunk& chunk) {
@@ -78,11 +93,7 @@ bool CpuCommunicator::one_shot(const Chunk& chunk) {
     if (rank == config_.rank) continue;
     if (!ALLNORM_FAULT(cpu_step_not_waited_for, true, wait(rank, 1, chunk.tag))) return false;
   }
-  RowTask task = row_task(chunk.call, chunk.begin, chunk.begin);
-  task.sources = sources;
-  task.num_sources = config_.world_size;
-  task.num_rows = chunk.layout.rows;
-  best_isa().run_rows(chunk.op, task);
+  run_rows(chunk, chunk.begin, chunk.begin, chunk.layout.rows, sources, config_.world_size);
   return true;
 }
 
@@ -113,26 +124,16 @@ bool CpuCommunicator::two_shot(const Chunk& chunk) {
   best_isa().run_rows(reduce,
                       {.sources = sources,
                        .num_sources = config_.world_size,
-                       .residual = {},
                        .out = {phase(config_.rank) + layout.sum(own.slot), layout.row_bytes},
-                       .residual_out = {},
                        .num_rows = own.count});
   publish(2);
 
-  // x of this chunk is not read any more, so `out` may overwrite it. Own rows first, while the
-  // peers publish theirs.
-  for (int i = 0; i < config_.world_size; ++i) {
-    const int owner = (config_.rank + i) % config_.world_size;
+  // x of this chunk is not read any more, so `out` may overwrite it.
+  return for_each_owner(chunk, 2, [&](int owner) {
     const OwnedRows rows = owned_rows(chunk, owner);
-    if (owner != config_.rank && !wait(owner, 2, chunk.tag)) return false;
     const ConstRows sum = {phase(owner) + layout.sum(rows.slot), layout.row_bytes};
-    RowTask task = row_task(chunk.call, rows.row, rows.residual_row);
-    task.sources = &sum;
-    task.num_sources = 1;
-    task.num_rows = rows.count;
-    best_isa().run_rows(chunk.op, task);
-  }
-  return true;
+    run_rows(chunk, rows.row, rows.residual_row, rows.count, &sum, 1);
+  });
 }
 
 bool CpuCommunicator::sharded(const Chunk& chunk) {
@@ -143,12 +144,7 @@ bool CpuCommunicator::sharded(const Chunk& chunk) {
   publish(2);
 
   // x of this chunk is not read any more, so `out` may overwrite it.
-  for (int i = 0; i < config_.world_size; ++i) {
-    const int owner = (config_.rank + i) % config_.world_size;
-    if (owner != config_.rank && !wait(owner, 2, chunk.tag)) return false;
-    copy_out(chunk, owner);
-  }
-  return true;
+  return for_each_owner(chunk, 2, [&](int owner) { copy_out(chunk, owner); });
 }
 
 // Before the exchange between islands: computes the sums of the rows that this rank owns.
@@ -158,9 +154,7 @@ bool CpuCommunicator::sum_rows(const Chunk& chunk) {
   if (!exchange_partials(chunk, sources)) return false;
   best_isa().run_rows(chunk.op, {.sources = sources,
                                  .num_sources = config_.world_size,
-                                 .residual = {},
                                  .out = sums_out(chunk.call, own.residual_row),
-                                 .residual_out = {},
                                  .num_rows = own.count});
   return true;
 }
@@ -184,33 +178,20 @@ bool CpuCommunicator::island_sums(const Chunk& chunk) {
   RowOp round = chunk.op;
   round.op = ALLNORM_ALL_REDUCE;
   round.of_sums = true;
-  best_isa().run_rows(round, {.sources = sums,
-                              .num_sources = call.num_sources,
-                              .residual = {},
-                              .out = reduced,
-                              .residual_out = {},
-                              .num_rows = own.count});
+  best_isa().run_rows(
+      round,
+      {.sources = sums, .num_sources = call.num_sources, .out = reduced, .num_rows = own.count});
   const ConstRows reduced_rows = reduced;
   if (finishes) finish(chunk, own, &reduced_rows, 1);
   publish(2);
 
-  for (int i = 0; i < config_.world_size; ++i) {
-    const int owner = (config_.rank + i) % config_.world_size;
-    // Step 2 of a peer follows its step 1, so this waits for both.
-    if (owner != config_.rank && !wait(owner, 2, chunk.tag)) return false;
-    if (finishes) {
-      copy_out(chunk, owner);
-      continue;
-    }
+  // Step 2 of a peer follows its step 1, so this waits for both.
+  return for_each_owner(chunk, 2, [&](int owner) {
+    if (finishes) return copy_out(chunk, owner);
     const OwnedRows rows = owned_rows(chunk, owner);
     const ConstRows sum = {this->phase(owner) + layout.normed(0), layout.row_bytes};
-    RowTask task = row_task(call, rows.row, rows.row);
-    task.sources = &sum;
-    task.num_sources = 1;
-    task.num_rows = rows.count;
-    best_isa().run_rows(chunk.op, task);
-  }
-  return true;
+    run_rows(chunk, rows.row, rows.row, rows.count, &sum, 1);
+  });
 }
 
 // Computes this rank's finished rows, which its peers read, from one source or from all ranks'
@@ -263,15 +244,12 @@ bool CpuCommunicator::all_gather(const Chunk& chunk) {
   announce(chunk.tag);
   copy_in(chunk, own.residual_row, 0, own.count);
   publish(1);
-  for (int i = 0; i < config_.world_size; ++i) {
-    const int owner = (config_.rank + i) % config_.world_size;
+  return for_each_owner(chunk, 1, [&](int owner) {
     const OwnedRows rows = owned_rows(chunk, owner);
     ConstRows from = {phase(owner) + chunk.layout.partial(0), row_bytes};
     if (owner == config_.rank) from = x_rows(chunk.call, own.residual_row);
-    if (owner != config_.rank && !wait(owner, 1, chunk.tag)) return false;
     copy_rows(from, row_task(chunk.call, rows.row, 0).out, row_bytes, rows.count);
-  }
-  return true;
+  });
 }
 
 }  // namespace allnorm
