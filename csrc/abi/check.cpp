@@ -10,11 +10,7 @@
 namespace allnorm {
 namespace {
 
-constexpr int32_t kCallFlags = ALLNORM_NO_PDL | ALLNORM_RESIDUAL_SHARDED | ALLNORM_SCALED |
-                               ALLNORM_NO_NORM | ALLNORM_SWIZZLED_SCALES | ALLNORM_ISLAND_SUMS |
-                               ALLNORM_ANNOUNCEMENT;
-constexpr int32_t kMostClusterSize = 8;
-constexpr int32_t kMostChoices = 16;
+constexpr int32_t kCallFlags = 2 * ALLNORM_ANNOUNCEMENT - 1;  // all of them
 
 int32_t check_struct(const char* name, uint32_t given, size_t expected) {
   if (given == expected) return ALLNORM_OK;
@@ -113,34 +109,29 @@ int32_t check_call(const AllnormCall* call) {
   if (const int32_t status = check_struct("AllnormCall", call->struct_bytes, sizeof(AllnormCall))) {
     return status;
   }
-  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_SUM_ROWS) {
-    return invalid("op", call->op, "an AllnormOp, 0 to 3");
-  }
-  if (call->dtype < ALLNORM_FLOAT32 || call->dtype > ALLNORM_BFLOAT16) {
-    return invalid("dtype", call->dtype, "an AllnormDtype, 0 to 2");
-  }
-  if (call->hidden_size < 1 || call->hidden_size > INT32_MAX) {
-    return invalid("hidden_size", call->hidden_size, "1 to 2^31 - 1");
-  }
-  if (call->cluster_size < 0 || call->cluster_size > kMostClusterSize) {
-    return invalid("cluster_size", call->cluster_size, "0 (the library chooses) to 8");
-  }
-  if (call->num_blocks < 0) {
-    return invalid("num_blocks", call->num_blocks, "0 (the library chooses) or more");
+  const struct {
+    const char* name;
+    int64_t value, least, most;
+    const char* expected;
+  } ranges[] = {
+      {"op", call->op, ALLNORM_ALL_REDUCE, ALLNORM_SUM_ROWS, "an AllnormOp, 0 to 3"},
+      {"dtype", call->dtype, ALLNORM_FLOAT32, ALLNORM_BFLOAT16, "an AllnormDtype, 0 to 2"},
+      {"hidden_size", call->hidden_size, 1, INT32_MAX, "1 to 2^31 - 1"},
+      {"cluster_size", call->cluster_size, 0, 8, "0 (the library chooses) to 8"},
+      {"num_blocks", call->num_blocks, 0, INT32_MAX, "0 (the library chooses) or more"},
+      {"flags", call->flags, 0, kCallFlags, "a sum of AllnormCallFlags, 0 to 127"},
+      {"top_k", call->top_k, 0, 16, "0 (x is dense) to 16"},
+  };
+  for (const auto& [name, value, least, most, expected] : ranges) {
+    if (value < least || value > most) return invalid(name, value, expected);
   }
   // At the slowest rate, the time of a row in picoseconds still fits into 32 bits.
   if (call->link_gbps != 0 && !(call->link_gbps >= 1 && call->link_gbps <= 1e6)) {
-    return fail(ALLNORM_INVALID_ARGUMENT, "link_gbps is %g; expected 0 (not known) or 1 to 1e6",
+    return fail(ALLNORM_INVALID_ARGUMENT, "link_gbps is %g; expected 0 (unknown) or 1 to 1e6",
                 call->link_gbps);
-  }
-  if ((call->flags & ~kCallFlags) != 0) {
-    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 127");
   }
   if (is_announcement(*call) && call->op != ALLNORM_ALL_GATHER_ROWS) {
     return invalid("op", call->op, "ALL_GATHER_ROWS (2) with ALLNORM_ANNOUNCEMENT");
-  }
-  if (call->top_k < 0 || call->top_k > kMostChoices) {
-    return invalid("top_k", call->top_k, "0 (x is dense) to 16");
   }
   return is_norm(*call) ? check_norm(*call) : ALLNORM_OK;
 }
@@ -238,7 +229,7 @@ int32_t check_local(const AllnormCall* call) {
     status = invalid("op", call->op, "an op that sums, 0 or 1");
   }
   if (status == ALLNORM_OK && takes_sums(*call)) {
-    status = invalid("flags", call->flags, "no ALLNORM_ISLAND_SUMS (32): that is an exchange");
+    status = invalid("flags", call->flags, "no ALLNORM_ISLAND_SUMS (32) in a local call");
   }
   if (status == ALLNORM_OK) status = check_sources(*call);
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
@@ -263,7 +254,7 @@ int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_byte
   if (config->timeout_ns <= 0) return invalid("timeout_ns", config->timeout_ns, "more than 0");
   if (config->workspace_bytes < min_workspace_bytes) {
     return invalid("workspace_bytes", config->workspace_bytes,
-                   "room for the control block and the phases");
+                   "enough for the control block and the phases");
   }
   for (int rank = 0; rank < config->world_size; ++rank) {
     const auto address = reinterpret_cast<uintptr_t>(config->workspaces[rank]);

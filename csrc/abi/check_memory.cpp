@@ -123,7 +123,7 @@ int32_t check_present(const AllnormCall& call) {
   if (call.x == nullptr && rows_of_x(call) > 0) return missing("x");
   if (ends_with_sum(call)) {
     if (call.out != nullptr || call.weight != nullptr) {
-      return fail(ALLNORM_INVALID_ARGUMENT, "%s is given with ALLNORM_NO_NORM; expected NULL",
+      return fail(ALLNORM_INVALID_ARGUMENT, "%s is not NULL; expected NULL with ALLNORM_NO_NORM",
                   call.out != nullptr ? "out" : "weight");
     }
   } else {
@@ -140,63 +140,35 @@ int32_t check_present(const AllnormCall& call) {
 // Bound of strides, so that no address computed from a stride overflows.
 constexpr int64_t kFarthest = int64_t{1} << 48;
 
-int32_t check_stride_bounds(const AllnormCall& call) {
-  const bool quantized = is_quantized(call), experts = sums_experts(call);
+int32_t check_strides(const AllnormCall& call) {
+  const bool norm = is_norm(call), quantized = is_quantized(call), experts = sums_experts(call);
+  const bool any = call.num_tokens > 0, many = call.num_tokens > 1;
+  const int64_t columns = call.hidden_size;
   const struct {
     const char* name;
     int64_t stride;
-  } strides[] = {{"x_stride", call.x_stride},
-                 {"expert_index_stride", experts ? call.expert_index_stride : 0},
-                 {"expert_weights_stride", experts ? call.expert_weights_stride : 0},
-                 {"shared_stride", experts ? call.shared_stride : 0},
-                 {"residual_stride", call.residual_stride},
-                 {"out_stride", call.out_stride},
-                 {"residual_out_stride", call.residual_out_stride},
-                 {"quantized_stride", quantized ? call.quantized_stride : 0},
-                 {"scale_row_stride", quantized ? call.scale_row_stride : 0},
-                 {"scale_group_stride", quantized ? call.scale_group_stride : 0}};
-  for (const auto& [name, stride] : strides) {
+    bool bounded;   // whether the call has several such rows
+    int64_t least;  // distance of these rows
+  } strides[] = {
+      {"x_stride", call.x_stride, any && rows_of_x(call) > 1, 0},
+      {"expert_index_stride", experts ? call.expert_index_stride : 0, many && call.expert_index, 0},
+      {"expert_weights_stride", experts ? call.expert_weights_stride : 0,
+       many && call.expert_weights, 0},
+      {"shared_stride", experts ? call.shared_stride : 0, many && call.shared, 0},
+      {"residual_stride", call.residual_stride, many && norm && call.residual, 0},
+      {"out_stride", call.out_stride, many && call.out, columns},
+      {"residual_out_stride", call.residual_out_stride, many && norm, columns},
+      {"quantized_stride", quantized ? call.quantized_stride : 0, many && quantized,
+       quantized_row_bytes(call)},
+      {"scale_row_stride", quantized ? call.scale_row_stride : 0, false, 0},
+      {"scale_group_stride", quantized ? call.scale_group_stride : 0, false, 0}};
+  for (const auto& [name, stride, bounded, least] : strides) {
     if (stride < -kFarthest || stride > kFarthest) {
       return invalid(name, stride, "-2^48 to 2^48 elements");
     }
-  }
-  return ALLNORM_OK;
-}
-
-int32_t check_expert_strides(const AllnormCall& call) {
-  const struct {
-    const char* name;
-    const void* data;
-    int64_t stride;
-  } tensors[] = {{"expert_index_stride", call.expert_index, call.expert_index_stride},
-                 {"expert_weights_stride", call.expert_weights, call.expert_weights_stride},
-                 {"shared_stride", call.shared, call.shared_stride}};
-  for (const auto& [name, data, stride] : tensors) {
-    if (data != nullptr && stride < 0) return invalid(name, stride, "at least 0");
-  }
-  return ALLNORM_OK;
-}
-
-int32_t check_strides(const AllnormCall& call) {
-  if (rows_of_x(call) > 1 && call.x_stride < 0) {
-    return invalid("x_stride", call.x_stride, "at least 0");
-  }
-  if (call.num_tokens < 2) return ALLNORM_OK;
-  const bool norm = is_norm(call);
-  if (sums_experts(call)) {
-    if (const int32_t status = check_expert_strides(call)) return status;
-  }
-  if (norm && call.residual != nullptr && call.residual_stride < 0) {
-    return invalid("residual_stride", call.residual_stride, "at least 0");
-  }
-  if (call.out != nullptr && call.out_stride < call.hidden_size) {
-    return invalid("out_stride", call.out_stride, kRowsApart);
-  }
-  if (norm && call.residual_out_stride < call.hidden_size) {
-    return invalid("residual_out_stride", call.residual_out_stride, kRowsApart);
-  }
-  if (is_quantized(call) && call.quantized_stride < quantized_row_bytes(call)) {
-    return invalid("quantized_stride", call.quantized_stride, kRowsApart);
+    if (bounded && stride < least) {
+      return invalid(name, stride, least == 0 ? "at least 0" : kRowsApart);
+    }
   }
   return ALLNORM_OK;
 }
@@ -248,10 +220,9 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
                      const RowRange& owned) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const bool scales = scales_per_row(call) != 0;
-  int32_t status = check_stride_bounds(call);
+  int32_t status = check_strides(call);
   if (status != ALLNORM_OK || call.num_tokens == 0) return status;
   status = check_present(call);
-  if (status == ALLNORM_OK) status = check_strides(call);
   if (status == ALLNORM_OK && scales && !is_swizzled(call)) status = check_scale_strides(call);
   if (status != ALLNORM_OK) return status;
 
@@ -348,13 +319,12 @@ int32_t check_alignment(const AllnormCall& call, const RowRange& held, const Row
   for (const auto& [name, data, rows, stride_bytes, row_align] : tensors) {
     if (rows > 0 && reinterpret_cast<uintptr_t>(data) % kPackBytes != 0) {
       return fail(ALLNORM_INVALID_ARGUMENT,
-                  "%s is at %p; expected a multiple of %d bytes, or a copy that lies at one", name,
-                  data, kPackBytes);
+                  "%s is at %p; expected a multiple of %d bytes: pass a copy", name, data,
+                  kPackBytes);
     }
     if (rows > 1 && data != nullptr && stride_bytes % row_align != 0) {
       return fail(ALLNORM_INVALID_ARGUMENT,
-                  "the rows of %s are %lld bytes apart; expected a multiple of %lld, or a copy "
-                  "whose are",
+                  "the rows of %s are %lld bytes apart; expected a multiple of %lld: pass a copy",
                   name, static_cast<long long>(stride_bytes), static_cast<long long>(row_align));
     }
   }

@@ -23,9 +23,10 @@ int32_t Gate::check_process() const {
   if (g_forks.load(std::memory_order_relaxed) == process_) [[likely]] {
     return ALLNORM_OK;
   }
-  return fail(ALLNORM_CLOSED,
-              "this process is a fork of the one that made the communicator: only that one may use "
-              "or close it. Make a communicator here, in a process group of its own");
+  return fail(
+      ALLNORM_CLOSED,
+      "this process was forked from the one that created the communicator, which alone may "
+      "use and close it. Create a communicator in this process, with its own process group");
 }
 
 int32_t Gate::enter() {

@@ -55,35 +55,28 @@ std::string describe(const AllnormFault& fault, int64_t timeout_ns) {
         "scales, post norm or scale";
   }
   char text[1000];
-  if (fault.status == ALLNORM_TIMEOUT) {
-    snprintf(
-        text, sizeof(text),
-        "rank %d waited %.3f s for rank %d in operation %u (%s), but the last operation rank %d "
-        "came to is %u. It has died, is stuck, or did not make this call: look at that rank. "
-        "This communicator cannot be used any more; create a new one over healthy ranks",
-        fault.rank, static_cast<double>(timeout_ns) * 1e-9, fault.peer, fault.expected_op,
-        expected.c_str(), fault.peer, fault.seen_op);
-  } else if (fault.status != ALLNORM_DIVERGED) {
-    const char* const what =
-        fault.status == ALLNORM_INTERRUPTED ? "was interrupted while it waited for"
-        : fault.status == ALLNORM_PEER_DIED ? "waited for a process that has ended, that of"
-                                            : "waited for a rank that has closed its communicator "
-                                              "or was interrupted,";
-    snprintf(
-        text, sizeof(text),
-        "rank %d %s rank %d, in operation %u (%s); the last operation that rank came to is %u. "
-        "This communicator cannot be used any more; create a new one over healthy ranks",
-        fault.rank, what, fault.peer, fault.expected_op, expected.c_str(), fault.seen_op);
+  if (fault.status == ALLNORM_DIVERGED) {
+    snprintf(text, sizeof(text),
+             "rank %d and rank %d made different calls: in operation %u rank %d runs [%s], and "
+             "rank %d, in operation %u, runs [%s]. All ranks must make the same calls in the same "
+             "order",
+             fault.rank, fault.peer, fault.expected_op, fault.rank, expected.c_str(), fault.peer,
+             fault.seen_op, seen.c_str());
   } else {
-    snprintf(
-        text, sizeof(text),
-        "rank %d and rank %d made different calls: in operation %u rank %d runs [%s], and rank "
-        "%d, in operation %u, runs [%s]. All ranks must make the same calls in the same order. "
-        "This communicator cannot be used any more; create a new one",
-        fault.rank, fault.peer, fault.expected_op, fault.rank, expected.c_str(), fault.peer,
-        fault.seen_op, seen.c_str());
+    const char* const cause =
+        fault.status == ALLNORM_INTERRUPTED ? "The wait was interrupted"
+        : fault.status == ALLNORM_PEER_DIED ? "The process of that rank has ended"
+        : fault.status == ALLNORM_PEER_LEFT ? "That rank has closed its communicator or was "
+                                              "interrupted"
+                                            : "The wait timed out: that rank has died, is stuck, "
+                                              "or did not make this call. Check its log";
+    snprintf(text, sizeof(text),
+             "rank %d waited for rank %d in operation %u (%s), but the last operation that rank %d "
+             "reached is %u. %s (timeout: %.3f s)",
+             fault.rank, fault.peer, fault.expected_op, expected.c_str(), fault.peer, fault.seen_op,
+             cause, static_cast<double>(timeout_ns) * 1e-9);
   }
-  return text;
+  return std::string(text) + ". This communicator cannot be used any more; create a new one";
 }
 
 }  // namespace allnorm

@@ -55,12 +55,12 @@ int32_t GpuCommunicator::initialize() {
   if (config_.flags & ALLNORM_NO_DEPENDENT_LAUNCH) device_.launches_dependents = false;
   status = cuda_status(cudaHostAlloc(reinterpret_cast<void**>(&fault_), sizeof(AllnormFault),
                                      cudaHostAllocMapped | cudaHostAllocPortable),
-                       "allocating the fault record");
+                       "allocating the failure record");
   if (status != ALLNORM_OK) return status;
   *fault_ = {};
   status =
       cuda_status(cudaHostGetDevicePointer(reinterpret_cast<void**>(&fault_on_device_), fault_, 0),
-                  "mapping the fault record");
+                  "mapping the failure record");
   if (status == ALLNORM_OK) status = order_.initialize();
   if (status != ALLNORM_OK) return status;
 
@@ -80,7 +80,8 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
   if (const int32_t recorded = recorded_status()) {
     const AllnormFault seen = *fault_;
     return fail(static_cast<AllnormStatus>(recorded),
-                "rank %d: an earlier call ended badly waiting for rank %d", seen.rank, seen.peer);
+                "rank %d: an earlier call failed while it waited for rank %d", seen.rank,
+                seen.peer);
   }
   const int64_t rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call);
   if (rows == 0) {
@@ -155,8 +156,8 @@ int32_t GpuCommunicator::fail_call(const AllnormCall& call, bool in_order) {
 
 int32_t GpuCommunicator::report_failure() const {
   return fail(ALLNORM_SYSTEM,
-              "rank %d could not make a call: %s. Its peers may have made theirs, so it makes no "
-              "other: make a new Communicator on every rank",
+              "rank %d could not make a call: %s. Its peers may have made it, so this communicator "
+              "cannot be used any more; create a new one on every rank",
               config_.rank, failure_.c_str());
 }
 
@@ -167,7 +168,8 @@ int32_t run_local(const AllnormCall& call) {
                        : ends_with_sum(call) ? call.residual_out
                                              : call.out;
   cudaPointerAttributes attributes;
-  int32_t status = cuda_status(cudaPointerGetAttributes(&attributes, result), "finding the device");
+  int32_t status = cuda_status(cudaPointerGetAttributes(&attributes, result),
+                               "querying the device of the result");
   if (status != ALLNORM_OK) return status;
   if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
     return fail(ALLNORM_INVALID_ARGUMENT, "the result is at %p; expected memory of a CUDA device",
@@ -197,7 +199,7 @@ int32_t GpuCommunicator::stats(AllnormStats* stats) const {
   }
   cudaThreadExchangeStreamCaptureMode(&mode);
   *stats = {.one_shot = launches[0], .two_shot = launches[1] + launches[2]};
-  return cuda_status(error, "copying the counts of launches");
+  return cuda_status(error, "copying the launch counts");
 }
 
 int32_t GpuCommunicator::recorded_status() const {

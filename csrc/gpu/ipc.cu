@@ -38,7 +38,7 @@ int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** address,
                            AllnormIpcHandle* handle) {
   if (address == nullptr || handle == nullptr || bytes < PushControl::kBytes) {
     return fail(ALLNORM_INVALID_ARGUMENT,
-                "expected an address, a handle and at least %lld bytes, not %lld",
+                "expected an address, a handle and at least %lld bytes; got %lld bytes",
                 static_cast<long long>(PushControl::kBytes), static_cast<long long>(bytes));
   }
   const DeviceGuard guard(device);
@@ -144,7 +144,7 @@ int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,
     // Unmaps even after an error, because nothing else can do it later.
     note(cudaIpcCloseMemHandle(workspaces[peer]));
   }
-  return cuda_status(first_error, "leaving the peers' workspaces");
+  return cuda_status(first_error, "unmapping the peers' workspaces");
 }
 
 int32_t allnorm_ipc_free(int32_t device, int32_t rank, int32_t world_size, void* address) {
@@ -158,7 +158,7 @@ int32_t allnorm_ipc_free(int32_t device, int32_t rank, int32_t world_size, void*
   if (status == ALLNORM_OK) {
     status = cuda_status(cudaMemcpy(left, static_cast<char*>(address) + PushControl::kLeft,
                                     sizeof(left), cudaMemcpyDeviceToHost),
-                         "reading who has left");
+                         "reading which ranks have left");
   }
   for (int peer = 0; peer < world_size && status == ALLNORM_OK; ++peer) {
     if (peer != rank && left[peer] == 0) {

@@ -166,8 +166,8 @@ int32_t query_device(int index, Device* device) {
        {std::pair{cudaDevAttrMultiProcessorCount, &device->num_sms},
         std::pair{cudaDevAttrComputeCapabilityMajor, &major},
         std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
-    const int32_t status = cuda_status(cudaDeviceGetAttribute(value, attribute, index),
-                                       "asking for a device attribute");
+    const int32_t status =
+        cuda_status(cudaDeviceGetAttribute(value, attribute, index), "querying a device attribute");
     if (status != ALLNORM_OK) return status;
   }
   device->capability = 10 * major + minor;
@@ -192,23 +192,24 @@ int32_t query_device(int index, Device* device) {
 int32_t check_width(const Device& device, const AllnormCall& call) {
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
   if (row_bytes > max_row_bytes(device)) {
-    return fail(ALLNORM_UNSUPPORTED,
-                "a row of %lld bytes is wider than the %lld that the kernels loaded on device %d "
-                "hold: they were compiled for %d.%d, clusters of blocks need 9.0",
-                static_cast<long long>(row_bytes), static_cast<long long>(max_row_bytes(device)),
-                device.index, device.code / 10, device.code % 10);
+    return fail(
+        ALLNORM_UNSUPPORTED,
+        "a row has %lld bytes; expected at most %lld with the kernels on device %d: they were "
+        "compiled for %d.%d, and clusters of blocks need 9.0",
+        static_cast<long long>(row_bytes), static_cast<long long>(max_row_bytes(device)),
+        device.index, device.code / 10, device.code % 10);
   }
   if (call.cluster_size > 1 && !device.has_clusters) {
     return fail(ALLNORM_UNSUPPORTED,
-                "cluster_size is %d; expected 0 or 1: the kernels loaded on device %d were "
-                "compiled for %d.%d, clusters need 9.0",
+                "cluster_size is %d; expected 0 or 1: the kernels on device %d were compiled for "
+                "%d.%d, and clusters need 9.0",
                 call.cluster_size, device.index, device.code / 10, device.code % 10);
   }
   const int cluster_size = call.cluster_size == 0 ? kMaxClusterSize : call.cluster_size;
   const int num_threads = threads_of(row_bytes / kPackBytes, cluster_size);
   if (num_threads <= kMaxThreads) return ALLNORM_OK;
   return fail(ALLNORM_UNSUPPORTED,
-              "hidden_size %lld over clusters of %d blocks needs %d threads a block; expected at "
+              "hidden_size %lld in clusters of %d blocks needs %d threads per block; expected at "
               "most %d",
               static_cast<long long>(call.hidden_size), cluster_size, num_threads, kMaxThreads);
 }

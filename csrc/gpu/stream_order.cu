@@ -56,11 +56,12 @@ int32_t StreamOrder::begin(cudaStream_t stream, Start* start) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   capture_ = 0;
   const cudaError_t error = cudaStreamGetCaptureInfo(stream, &capture, &capture_);
-  if (error != cudaSuccess) return cuda_status(error, "asking whether the stream is captured");
+  if (error != cudaSuccess) return cuda_status(error, "querying the capture of the stream");
   if (capture == cudaStreamCaptureStatusInvalidated) {
-    return fail(ALLNORM_SYSTEM,
-                "the capture of the call's stream is invalid: something in it failed before; end "
-                "it, and capture again with a new communicator");
+    return fail(
+        ALLNORM_SYSTEM,
+        "the capture of the call's stream is invalid, because an operation in it failed: end "
+        "it, and capture again with a new communicator");
   }
   if (capture == cudaStreamCaptureStatusActive) {
     return begin_captured(stream, capture_, start);
@@ -79,12 +80,12 @@ int32_t StreamOrder::begin_eager(cudaStream_t stream) {
     // The stream lasts, so it may be queried.
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     int32_t status = cuda_status(cudaStreamIsCapturing(last_, &capture),
-                                 "asking whether the stream of the call before is captured");
+                                 "querying the capture of the preceding stream");
     if (status == ALLNORM_OK && capture != cudaStreamCaptureStatusNone) {
       status = fail(ALLNORM_SYSTEM,
-                    "a call on stream %p must come after one on stream %p, which is being captured "
-                    "now, so that nothing can wait for it: make no call on another stream during "
-                    "the capture, or capture on a stream of its own",
+                    "a call on stream %p must follow a call on stream %p, which is being captured, "
+                    "so nothing can wait for it: make no calls on other streams during a capture, "
+                    "or capture on a separate stream",
                     static_cast<void*>(stream), static_cast<void*>(last_));
     }
     if (status == ALLNORM_OK) {
@@ -109,8 +110,7 @@ int32_t StreamOrder::end_eager(cudaStream_t stream) {
 int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id, Start* start) {
   const LastCaptured& last = captures_[id];
   Captured captured;
-  const int32_t status =
-      cuda_status(get_captured(stream, &captured), "asking what has been captured");
+  const int32_t status = cuda_status(get_captured(stream, &captured), "querying the capture");
   if (status != ALLNORM_OK) return status;
   const cudaGraphNode_t* const end = captured.nodes + captured.num_nodes;
   const auto follows = [&](cudaGraphNode_t node) {
@@ -128,8 +128,7 @@ int32_t StreamOrder::begin_captured(cudaStream_t stream, unsigned long long id, 
 
 int32_t StreamOrder::end_captured(cudaStream_t stream) {
   Captured captured;
-  const int32_t status =
-      cuda_status(get_captured(stream, &captured), "asking what has been captured");
+  const int32_t status = cuda_status(get_captured(stream, &captured), "querying the capture");
   if (status != ALLNORM_OK) return status;
   note_own_launch(stream, captured);
   LastCaptured& last = captures_[capture_];
