@@ -109,21 +109,26 @@ int32_t check_call(const AllnormCall* call) {
   if (const int32_t status = check_struct("AllnormCall", call->struct_bytes, sizeof(AllnormCall))) {
     return status;
   }
-  const struct {
-    const char* name;
-    int64_t value, least, most;
-    const char* expected;
-  } ranges[] = {
-      {"op", call->op, ALLNORM_ALL_REDUCE, ALLNORM_SUM_ROWS, "an AllnormOp, 0 to 3"},
-      {"dtype", call->dtype, ALLNORM_FLOAT32, ALLNORM_BFLOAT16, "an AllnormDtype, 0 to 2"},
-      {"hidden_size", call->hidden_size, 1, INT32_MAX, "1 to 2^31 - 1"},
-      {"cluster_size", call->cluster_size, 0, 8, "0 (the library chooses) to 8"},
-      {"num_blocks", call->num_blocks, 0, INT32_MAX, "0 (the library chooses) or more"},
-      {"flags", call->flags, 0, kCallFlags, "a sum of AllnormCallFlags, 0 to 127"},
-      {"top_k", call->top_k, 0, 16, "0 (x is dense) to 16"},
-  };
-  for (const auto& [name, value, least, most, expected] : ranges) {
-    if (value < least || value > most) return invalid(name, value, expected);
+  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_SUM_ROWS) {
+    return invalid("op", call->op, "an AllnormOp, 0 to 3");
+  }
+  if (call->dtype < ALLNORM_FLOAT32 || call->dtype > ALLNORM_BFLOAT16) {
+    return invalid("dtype", call->dtype, "an AllnormDtype, 0 to 2");
+  }
+  if (call->hidden_size < 1 || call->hidden_size > INT32_MAX) {
+    return invalid("hidden_size", call->hidden_size, "1 to 2^31 - 1");
+  }
+  if (call->cluster_size < 0 || call->cluster_size > 8) {
+    return invalid("cluster_size", call->cluster_size, "0 (the library chooses) to 8");
+  }
+  if (call->num_blocks < 0) {
+    return invalid("num_blocks", call->num_blocks, "0 (the library chooses) or more");
+  }
+  if ((call->flags & ~kCallFlags) != 0) {
+    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 127");
+  }
+  if (call->top_k < 0 || call->top_k > 16) {
+    return invalid("top_k", call->top_k, "0 (x is dense) to 16");
   }
   // At the slowest rate, the time of a row in picoseconds still fits into 32 bits.
   if (call->link_gbps != 0 && !(call->link_gbps >= 1 && call->link_gbps <= 1e6)) {

@@ -141,36 +141,33 @@ int32_t check_present(const AllnormCall& call) {
 constexpr int64_t kFarthest = int64_t{1} << 48;
 
 int32_t check_strides(const AllnormCall& call) {
-  const bool norm = is_norm(call), quantized = is_quantized(call), experts = sums_experts(call);
-  const bool any = call.num_tokens > 0, many = call.num_tokens > 1;
+  const bool norm = is_norm(call), any = call.num_tokens > 0, many = call.num_tokens > 1;
   const int64_t columns = call.hidden_size;
-  const struct {
-    const char* name;
-    int64_t stride;
-    bool bounded;   // whether the call has several such rows
-    int64_t least;  // distance of these rows
-  } strides[] = {
-      {"x_stride", call.x_stride, any && rows_of_x(call) > 1, 0},
-      {"expert_index_stride", experts ? call.expert_index_stride : 0, many && call.expert_index, 0},
-      {"expert_weights_stride", experts ? call.expert_weights_stride : 0,
-       many && call.expert_weights, 0},
-      {"shared_stride", experts ? call.shared_stride : 0, many && call.shared, 0},
-      {"residual_stride", call.residual_stride, many && norm && call.residual, 0},
-      {"out_stride", call.out_stride, many && call.out, columns},
-      {"residual_out_stride", call.residual_out_stride, many && norm, columns},
-      {"quantized_stride", quantized ? call.quantized_stride : 0, many && quantized,
-       quantized_row_bytes(call)},
-      {"scale_row_stride", quantized ? call.scale_row_stride : 0, false, 0},
-      {"scale_group_stride", quantized ? call.scale_group_stride : 0, false, 0}};
-  for (const auto& [name, stride, bounded, least] : strides) {
+  int32_t status = ALLNORM_OK;
+  // `several`: whether the call has several such rows; then they are at least `least` apart.
+  const auto check = [&](const char* name, int64_t stride, bool several, int64_t least = 0) {
+    if (status != ALLNORM_OK) return;
     if (stride < -kFarthest || stride > kFarthest) {
-      return invalid(name, stride, "-2^48 to 2^48 elements");
+      status = invalid(name, stride, "-2^48 to 2^48 elements");
+    } else if (several && stride < least) {
+      status = invalid(name, stride, least == 0 ? "at least 0" : kRowsApart);
     }
-    if (bounded && stride < least) {
-      return invalid(name, stride, least == 0 ? "at least 0" : kRowsApart);
-    }
+  };
+  check("x_stride", call.x_stride, any && rows_of_x(call) > 1);
+  if (sums_experts(call)) {
+    check("expert_index_stride", call.expert_index_stride, many && call.expert_index);
+    check("expert_weights_stride", call.expert_weights_stride, many && call.expert_weights);
+    check("shared_stride", call.shared_stride, many && call.shared);
   }
-  return ALLNORM_OK;
+  check("residual_stride", call.residual_stride, many && norm && call.residual);
+  check("out_stride", call.out_stride, many && call.out, columns);
+  check("residual_out_stride", call.residual_out_stride, many && norm, columns);
+  if (is_quantized(call)) {
+    check("quantized_stride", call.quantized_stride, many, quantized_row_bytes(call));
+    check("scale_row_stride", call.scale_row_stride, false);
+    check("scale_group_stride", call.scale_group_stride, false);
+  }
+  return status;
 }
 
 // 32-bit words of scales in a row.
