@@ -105,7 +105,7 @@ int32_t check_norm(const AllnormCall& call) {
 
 // Checks everything but sizes and memory.
 int32_t check_call(const AllnormCall* call) {
-  if (call == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "call is NULL");
+  if (call == nullptr) return missing("call");
   if (const int32_t status = check_struct("AllnormCall", call->struct_bytes, sizeof(AllnormCall))) {
     return status;
   }
@@ -219,7 +219,7 @@ int32_t check_kind(const AllnormCall* call) {
 }
 
 int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
-  if (config == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (config == nullptr) return missing("comm");
   int32_t status = check_kind(call);
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
@@ -245,7 +245,7 @@ int32_t check_local(const AllnormCall* call) {
 }
 
 int32_t check_config(const AllnormCommConfig* config, int64_t min_workspace_bytes) {
-  if (config == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "config is NULL");
+  if (config == nullptr) return missing("config");
   if (const int32_t status =
           check_struct("AllnormCommConfig", config->struct_bytes, sizeof(AllnormCommConfig))) {
     return status;

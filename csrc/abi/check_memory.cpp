@@ -14,10 +14,6 @@ namespace {
 
 constexpr const char* kRowsApart = "at least hidden_size, so that rows do not overlap";
 
-int32_t missing(const char* what) {
-  return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL; expected a pointer", what);
-}
-
 // The bytes of one tensor, from the first to the last that a call accesses.
 struct Range {
   const char* name;

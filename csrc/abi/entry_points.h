@@ -20,7 +20,7 @@ int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
 }
 
 int32_t allnorm_comm_close(AllnormComm* comm) {
-  if (comm == nullptr) return allnorm::fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (comm == nullptr) return allnorm::missing("comm");
   if (const int32_t status = comm->gate.check_process()) return status;
   const std::lock_guard lock(comm->gate.closing());
   comm->gate.shut();
@@ -39,7 +39,7 @@ int32_t allnorm_comm_destroy(AllnormComm* comm) {
 }
 
 int32_t allnorm_comm_peers_died(AllnormComm* comm, uint64_t peers, int32_t all) {
-  if (comm == nullptr) return allnorm::fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (comm == nullptr) return allnorm::missing("comm");
   if (const int32_t status = comm->gate.enter()) return status;
   comm->communicator.peers_died(peers, all != 0);
   comm->gate.leave();
@@ -61,10 +61,8 @@ int32_t allnorm_local(const AllnormCall* call) {
 }
 
 int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault) {
-  if (comm == nullptr || fault == nullptr) {
-    return allnorm::fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL",
-                         comm == nullptr ? "comm" : "fault");
-  }
+  if (comm == nullptr) return allnorm::missing("comm");
+  if (fault == nullptr) return allnorm::missing("fault");
   *fault = {};
   if (const int32_t status = comm->gate.enter()) return status;
   *fault = comm->communicator.fault();
@@ -73,10 +71,8 @@ int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault) {
 }
 
 int32_t allnorm_comm_stats(AllnormComm* comm, AllnormStats* stats) {
-  if (comm == nullptr || stats == nullptr) {
-    return allnorm::fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL",
-                         comm == nullptr ? "comm" : "stats");
-  }
+  if (comm == nullptr) return allnorm::missing("comm");
+  if (stats == nullptr) return allnorm::missing("stats");
   *stats = {};
   if (const int32_t status = comm->gate.enter()) return status;
   const int32_t status = comm->communicator.stats(stats);

@@ -23,6 +23,10 @@ int32_t invalid(const char* what, long long given, const char* expected) {
   return fail(ALLNORM_INVALID_ARGUMENT, "%s is %lld; expected %s", what, given, expected);
 }
 
+int32_t missing(const char* what) {
+  return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL; expected a pointer", what);
+}
+
 const char* last_error() { return text; }
 
 }  // namespace allnorm

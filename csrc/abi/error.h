@@ -13,6 +13,9 @@ __attribute__((format(printf, 2, 3))) int32_t fail(AllnormStatus status, const c
 // Fails with "`what` is `given`; expected `expected`".
 int32_t invalid(const char* what, long long given, const char* expected);
 
+// Fails with "`what` is NULL; expected a pointer".
+int32_t missing(const char* what);
+
 const char* last_error();
 
 }  // namespace allnorm

@@ -53,7 +53,7 @@ int32_t allnorm_set_interrupt(int32_t (*look)(void)) {
 }
 
 int32_t allnorm_comm_set_beat(AllnormComm* comm, int64_t* beat) {
-  if (comm == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (comm == nullptr) return allnorm::missing("comm");
   if (const int32_t status = comm->gate.enter()) return status;
   comm->communicator.set_beat(beat);
   comm->gate.leave();
@@ -61,7 +61,7 @@ int32_t allnorm_comm_set_beat(AllnormComm* comm, int64_t* beat) {
 }
 
 int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm) {
-  if (comm == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (comm == nullptr) return allnorm::missing("comm");
   *comm = nullptr;
   if (const int32_t status = allnorm::check_config(config, allnorm::PullControl::kBytes)) {
     return status;

@@ -230,39 +230,26 @@ void zero_scale_padding(const AllnormCall& call) {
 }
 
 void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) {
-  const bool sharded = uses_owners(call);
+  const RowRange own = row_shard(call.num_tokens, world_size, rank);
+  const int64_t num_own = own.end - own.begin;
+  const int64_t done = first / world_size;  // rows that every owner has finished
   if (makes_sums(call)) {
-    const RowRange own = row_shard(call.num_tokens, world_size, rank);
-    const int64_t done = first / world_size, rows = own.end - own.begin - done;
-    if (rows > 0) fill_nan(sums_out(call, done), rows, call.hidden_size, sizeof(float));
-    return;
+    return fill_nan(sums_out(call, done), num_own - done, call.hidden_size, sizeof(float));
   }
-  int64_t residual_begin = first, residual_end = call.num_tokens;
-  if (sharded) {
-    // Every owner has finished the same number of rows.
-    const int64_t done = first / world_size;
+  if (uses_owners(call)) {
     for (int owner = 0; owner < world_size; ++owner) {
-      const RowRange shard = row_shard(call.num_tokens, world_size, owner);
-      fill_outputs_nan(call, shard.begin + done, shard.end);
+      const RowRange rows = row_shard(call.num_tokens, world_size, owner);
+      fill_outputs_nan(call, rows.begin + done, rows.end);
     }
-    if (!is_sharded(call)) {
-      // Only some rows of every owner are done, so all rows are filled.
-      if (is_norm(call)) {
-        fill_nan(row_task(call, 0, 0).residual_out, call.num_tokens, call.hidden_size,
-                 element_bytes(call.dtype));
-      }
-      return;
-    }
-    const RowRange own = row_shard(call.num_tokens, world_size, rank);
-    residual_begin = done;
-    residual_end = own.end - own.begin;
   } else {
     fill_outputs_nan(call, first, call.num_tokens);
   }
-  if (is_norm(call)) {
-    fill_nan(row_task(call, 0, residual_begin).residual_out, residual_end - residual_begin,
-             call.hidden_size, element_bytes(call.dtype));
-  }
+  if (!is_norm(call)) return;
+  // If some rows of every owner are done, a replicated residual is filled as a whole.
+  const int64_t begin = is_sharded(call) ? done : uses_owners(call) ? 0 : first;
+  const int64_t end = is_sharded(call) ? num_own : call.num_tokens;
+  fill_nan(row_task(call, 0, begin).residual_out, end - begin, call.hidden_size,
+           element_bytes(call.dtype));
 }
 
 int32_t run_local(const AllnormCall& call) {

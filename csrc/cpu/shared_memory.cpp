@@ -29,7 +29,7 @@ int32_t check_name(const char* name) {
 }
 
 int32_t check_arguments(const char* name, int64_t bytes, void** address) {
-  if (address == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "address is NULL");
+  if (address == nullptr) return allnorm::missing("address");
   *address = nullptr;
   if (bytes <= 0) {
     return fail(ALLNORM_INVALID_ARGUMENT, "shared memory size is %lld bytes; expected at least 1",

@@ -38,7 +38,7 @@ const char* allnorm_build_info(void) {
 }
 
 int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm) {
-  if (comm == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "comm is NULL");
+  if (comm == nullptr) return allnorm::missing("comm");
   *comm = nullptr;
   const int64_t smallest =
       allnorm::PushControl::kBytes + allnorm::kLargePhases * allnorm::kAlignBytes;
@@ -63,7 +63,7 @@ int32_t allnorm_stream_lasts(void* stream) {
 }
 
 int32_t allnorm_device_code(int32_t index, AllnormDeviceCode* code) {
-  if (code == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "code is NULL");
+  if (code == nullptr) return allnorm::missing("code");
   const allnorm::DeviceGuard guard(index);
   int32_t status = allnorm::cuda_status(guard.status(), "selecting the device");
   allnorm::Device device;

@@ -126,12 +126,14 @@ int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, St
   int32_t status = ALLNORM_OK;
   for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += height) {
     const int64_t count = std::min(height, call.num_tokens - first);
-    status =
-        owned ? launch_owned_rows(device_, call, config_.world_size,
-                                  owned_rows_params(config_, call, first, count, fault_on_device_),
-                                  start)
-              : launch_fused(device_, call, config_.world_size,
-                             fused_params(config_, call, first, count, fault_on_device_), start);
+    if (owned) {
+      const OwnedRowsParams params =
+          owned_rows_params(config_, call, first, count, fault_on_device_);
+      status = launch_exchange(device_, call, config_.world_size, params.fused, &params, start);
+    } else {
+      const FusedParams params = fused_params(config_, call, first, count, fault_on_device_);
+      status = launch_exchange(device_, call, config_.world_size, params, &params, start);
+    }
     start = Start::kLetIn;  // the next chunk follows a kernel that triggers it
   }
   return status;

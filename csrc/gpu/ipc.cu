@@ -64,9 +64,8 @@ int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** address,
 }
 
 int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle, void** address) {
-  if (address == nullptr || handle == nullptr) {
-    return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL", address == nullptr ? "address" : "handle");
-  }
+  if (address == nullptr) return allnorm::missing("address");
+  if (handle == nullptr) return allnorm::missing("handle");
   const DeviceGuard guard(device);
   cudaIpcMemHandle_t exported;
   memcpy(&exported, handle->bytes, sizeof(exported));
@@ -83,7 +82,7 @@ int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle, void** 
 int32_t allnorm_ipc_probe(int32_t device, int32_t rank, int32_t world_size,
                           void* const* workspaces) {
   if (const int32_t status = check_ranks(rank, world_size)) return status;
-  if (workspaces == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "workspaces is NULL");
+  if (workspaces == nullptr) return allnorm::missing("workspaces");
   ProbeParams params = {.workspace = {}, .rank = rank, .world_size = world_size};
   for (int peer = 0; peer < world_size; ++peer) {
     if (workspaces[peer] == nullptr) {
@@ -103,9 +102,8 @@ int32_t allnorm_ipc_probe(int32_t device, int32_t rank, int32_t world_size,
 int32_t allnorm_ipc_probed(int32_t device, int32_t rank, int32_t world_size, const void* address,
                            int64_t timeout_ns, uint32_t* missing) {
   if (const int32_t status = check_ranks(rank, world_size)) return status;
-  if (address == nullptr || missing == nullptr) {
-    return fail(ALLNORM_INVALID_ARGUMENT, "%s is NULL", address == nullptr ? "address" : "missing");
-  }
+  if (address == nullptr) return allnorm::missing("address");
+  if (missing == nullptr) return allnorm::missing("missing");
   const DeviceGuard guard(device);
   int32_t status = cuda_status(guard.status(), "selecting the device");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
@@ -127,7 +125,7 @@ int32_t allnorm_ipc_probed(int32_t device, int32_t rank, int32_t world_size, con
 int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,
                           void* const* workspaces) {
   if (const int32_t status = check_ranks(rank, world_size)) return status;
-  if (workspaces == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "workspaces is NULL");
+  if (workspaces == nullptr) return allnorm::missing("workspaces");
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return cuda_status(guard.status(), "selecting the device");
   cudaError_t first_error = cudaSuccess;
@@ -151,7 +149,7 @@ int32_t allnorm_ipc_free(int32_t device, int32_t rank, int32_t world_size, void*
   if (world_size != 0) {
     if (const int32_t status = check_ranks(rank, world_size)) return status;
   }
-  if (address == nullptr) return fail(ALLNORM_INVALID_ARGUMENT, "address is NULL");
+  if (address == nullptr) return allnorm::missing("address");
   const DeviceGuard guard(device);
   int32_t status = cuda_status(guard.status(), "selecting the device");
   uint32_t left[allnorm::kPushMaxWorldSize] = {};

@@ -108,6 +108,8 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
   return cuda_status(error, "launching the kernel");
 }
 
+}  // namespace
+
 int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
                         const FusedParams& fused, const void* params, Start start) {
   const int most = call.num_blocks > 0 ? call.num_blocks : kMaxBlocks;
@@ -142,8 +144,6 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
       choose_num_blocks(fused.num_tokens, geometry.cluster_size, std::min(most, resident), 1);
   return launch(device, kernel, params, geometry, 0, call, start);
 }
-
-}  // namespace
 
 int32_t cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return ALLNORM_OK;
@@ -212,16 +212,6 @@ int32_t check_width(const Device& device, const AllnormCall& call) {
               "hidden_size %lld in clusters of %d blocks needs %d threads per block; expected at "
               "most %d",
               static_cast<long long>(call.hidden_size), cluster_size, num_threads, kMaxThreads);
-}
-
-int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
-                     const FusedParams& params, Start start) {
-  return launch_exchange(device, call, world_size, params, &params, start);
-}
-
-int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
-                          const OwnedRowsParams& params, Start start) {
-  return launch_exchange(device, call, world_size, params.fused, &params, start);
 }
 
 int32_t launch_without_rows(const Device& device, const AllnormCall& call, int world_size,

@@ -54,12 +54,10 @@ class DeviceGuard {
 // Returns ALLNORM_SYSTEM with CUDA's message, or ALLNORM_OK for cudaSuccess.
 int32_t cuda_status(cudaError_t error, const char* what);
 
-// Launch one chunk of a fused call, without or with owners of rows. The kernel may begin at
-// `start`, if the device and the call allow it.
-int32_t launch_fused(const Device& device, const AllnormCall& call, int world_size,
-                     const FusedParams& params, Start start);
-int32_t launch_owned_rows(const Device& device, const AllnormCall& call, int world_size,
-                          const OwnedRowsParams& params, Start start);
+// Launches one chunk of a fused call. `params`: OwnedRowsParams if rows have owners, otherwise
+// `fused`. The kernel may begin at `start`, if the device and the call allow it.
+int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
+                        const FusedParams& fused, const void* params, Start start);
 
 // Launches a kernel without rows on call.stream, which announces `params.tag` like any call.
 int32_t launch_without_rows(const Device& device, const AllnormCall& call, int world_size,

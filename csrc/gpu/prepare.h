@@ -181,18 +181,38 @@ inline StampRecord*& stamps_of_next_launch() {
 }
 #endif
 
-// Parameters that all launches of `num_rows` rows have. `fault`: the device address.
-inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
-                                   int64_t num_rows, AllnormFault* fault) {
+// Parameters of a launch without rows: it announces `tag` and compares it with the peers' tags.
+// `fault`: the device address.
+inline FusedParams rowless_params(const AllnormCommConfig& config, const CallTag& tag,
+                                  AllnormFault* fault) {
   FusedParams params = {};
   for (int q = 0; q < config.world_size; ++q) {
     params.workspace[q] =
         static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
   }
-  params.num_tokens = static_cast<int32_t>(num_rows);
-  params.packs = static_cast<int32_t>(call.hidden_size * element_bytes(call.dtype) / kPackBytes);
   params.rank = config.rank;
   params.world_size = config.world_size;
+  params.units = 1;
+  params.phases = PushLayout::phases(config.workspace_bytes, params.units);
+  params.slot_policy = kEvictNormal;
+  params.timeout_ns = config.timeout_ns;
+  params.tag = tag;
+  params.fault = fault;
+  params.late_trigger = true;
+  return params;
+}
+
+// Parameters of a launch that tells the peers that this rank could not make its call.
+inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormFault* fault) {
+  return rowless_params(config, {0, kMissingCall}, fault);
+}
+
+// Parameters that all launches of `num_rows` rows have.
+inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                   int64_t num_rows, AllnormFault* fault) {
+  FusedParams params = rowless_params(config, call_tag(call, num_rows), fault);
+  params.num_tokens = static_cast<int32_t>(num_rows);
+  params.packs = static_cast<int32_t>(call.hidden_size * element_bytes(call.dtype) / kPackBytes);
   const SlotBytes slot = slot_bytes(config.world_size, call);
   const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
   const uint32_t units = PushLayout::units(config.workspace_bytes, bytes);
@@ -207,9 +227,6 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
     const double row_bytes = static_cast<double>(slot.bytes) / static_cast<double>(slot.rows);
     params.row_ps = static_cast<int32_t>(1e3 * row_bytes / call.link_gbps);
   }
-  params.timeout_ns = config.timeout_ns;
-  params.tag = call_tag(call, num_rows);
-  params.fault = fault;
   params.late_trigger = (config.flags & ALLNORM_LATE_TRIGGER) != 0;
 #ifdef ALLNORM_STAMPS
   params.stamps = stamps_of_next_launch();
@@ -262,31 +279,6 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   params.sends_normed = is_quantized(call) && call.out != nullptr;
   params.islands = island_params(call);
   return params;
-}
-
-// Parameters of a launch without rows: it announces `tag` and compares it with the peers' tags.
-inline FusedParams rowless_params(const AllnormCommConfig& config, const CallTag& tag,
-                                  AllnormFault* fault) {
-  FusedParams params = {};
-  for (int q = 0; q < config.world_size; ++q) {
-    params.workspace[q] =
-        static_cast<char*>(config.workspaces[(config.rank + q) % config.world_size]);
-  }
-  params.rank = config.rank;
-  params.world_size = config.world_size;
-  params.units = 1;
-  params.phases = PushLayout::phases(config.workspace_bytes, params.units);
-  params.slot_policy = kEvictNormal;
-  params.timeout_ns = config.timeout_ns;
-  params.tag = tag;
-  params.fault = fault;
-  params.late_trigger = true;
-  return params;
-}
-
-// Parameters of a launch that tells the peers that this rank could not make its call.
-inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormFault* fault) {
-  return rowless_params(config, {0, kMissingCall}, fault);
 }
 
 // The control block of a workspace before its first operation. All bytes after it are 0xff, so that
