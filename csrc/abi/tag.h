@@ -46,19 +46,12 @@ inline TagOp tag_op(const AllnormCall& call) {
   }
   if (!is_norm(call)) return TagOp::kAllReduce;
   if (ends_with_sum(call)) return TagOp::kNoNorm;
-  switch (call.quant) {
-    case ALLNORM_QUANT_PER_GROUP:
-      return static_cast<TagOp>(static_cast<int>(TagOp::kPerGroupOf16) +
-                                std::countr_zero(static_cast<uint32_t>(call.group_size / 16)));
-    case ALLNORM_QUANT_PER_TOKEN:
-      return TagOp::kPerToken;
-    case ALLNORM_QUANT_PER_TENSOR:
-      return TagOp::kPerTensor;
-    case ALLNORM_QUANT_NVFP4:
-      return TagOp::kNvFp4;
-    default:
-      return TagOp::kNorm;
-  }
+  if (is_nvfp4(call)) return TagOp::kNvFp4;
+  if (call.quant == ALLNORM_QUANT_PER_TOKEN) return TagOp::kPerToken;
+  if (call.quant == ALLNORM_QUANT_PER_TENSOR) return TagOp::kPerTensor;
+  if (call.quant != ALLNORM_QUANT_PER_GROUP) return TagOp::kNorm;
+  const int doublings = std::countr_zero(static_cast<uint32_t>(call.group_size / 16));
+  return static_cast<TagOp>(static_cast<int>(TagOp::kPerGroupOf16) + doublings);
 }
 
 inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {

@@ -1,4 +1,5 @@
-// The grid geometry of a fused launch. Results do not depend on it.
+// The grid geometry of a fused launch. Results do not depend on it. Figures:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
 #pragma once
 
 #include <algorithm>
@@ -25,7 +26,7 @@ inline int threads_of(int64_t packs, int cluster_size) {
 }
 
 // Limits for spreading few rows: blocks per row, and blocks in all. Beyond about one block per SM
-// spreading costs time. Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
+// spreading costs time.
 constexpr int kSpreadBlocks = 4;
 constexpr int kSpreadGrid = 128;
 
@@ -52,8 +53,7 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_block
 // Returns a larger cluster size for many rows with a post step or experts, if the GPU then holds
 // more rows at once (`rows_at_once(blocks per row)`): blocks of few warps fill its registers
 // better. Rows that fit into one block keep it, and fewer than four waves of rows keep their size,
-// because neither gained. Figures:
-// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
+// because neither gained.
 template <class RowsAtOnce>
 int widen_clusters(int cluster_size, int64_t num_tokens, RowsAtOnce&& rows_at_once) {
   if (cluster_size == 1) return 1;
@@ -70,8 +70,7 @@ int widen_clusters(int cluster_size, int64_t num_tokens, RowsAtOnce&& rows_at_on
   return widest;
 }
 
-// Returns the blocks per row of the local kernel. A row that fits into one block keeps it. Figures:
-// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#geometry
+// Returns the blocks per row of the local kernel. A row that fits into one block keeps it.
 inline int choose_local_cluster_size(int64_t packs, int64_t num_tokens) {
   const int needed = least_blocks(packs);
   const bool spread = needed > 1 && needed < kMaxClusterSize;

@@ -13,21 +13,16 @@
 #include "protocol/layout.h"
 #include "runtime.h"
 
-using allnorm::cuda_status;
-using allnorm::Device;
-using allnorm::DeviceGuard;
-using allnorm::fail;
-using allnorm::ProbeParams;
-using allnorm::PushControl;
+using namespace allnorm;
 
 namespace {
 
 int32_t check_ranks(int32_t rank, int32_t world_size) {
-  if (world_size < 1 || world_size > allnorm::kPushMaxWorldSize) {
-    return allnorm::invalid("world_size", world_size, "1 to 8");
+  if (world_size < 1 || world_size > kPushMaxWorldSize) {
+    return invalid("world_size", world_size, "1 to 8");
   }
   if (rank >= 0 && rank < world_size) return ALLNORM_OK;
-  return allnorm::invalid("rank", rank, "0 to world_size - 1");
+  return invalid("rank", rank, "0 to world_size - 1");
 }
 
 }  // namespace
@@ -64,8 +59,8 @@ int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** address,
 }
 
 int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle, void** address) {
-  if (address == nullptr) return allnorm::missing("address");
-  if (handle == nullptr) return allnorm::missing("handle");
+  if (address == nullptr) return missing("address");
+  if (handle == nullptr) return missing("handle");
   const DeviceGuard guard(device);
   cudaIpcMemHandle_t exported;
   memcpy(&exported, handle->bytes, sizeof(exported));
@@ -82,7 +77,7 @@ int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle, void** 
 int32_t allnorm_ipc_probe(int32_t device, int32_t rank, int32_t world_size,
                           void* const* workspaces) {
   if (const int32_t status = check_ranks(rank, world_size)) return status;
-  if (workspaces == nullptr) return allnorm::missing("workspaces");
+  if (workspaces == nullptr) return missing("workspaces");
   ProbeParams params = {.workspace = {}, .rank = rank, .world_size = world_size};
   for (int peer = 0; peer < world_size; ++peer) {
     if (workspaces[peer] == nullptr) {
@@ -108,7 +103,7 @@ int32_t allnorm_ipc_probed(int32_t device, int32_t rank, int32_t world_size, con
   int32_t status = cuda_status(guard.status(), "selecting the device");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
   while (status == ALLNORM_OK) {
-    uint32_t words[allnorm::kPushMaxWorldSize] = {};
+    uint32_t words[kPushMaxWorldSize] = {};
     status = cuda_status(cudaMemcpy(words, static_cast<const char*>(address) + PushControl::kProbes,
                                     sizeof(words), cudaMemcpyDeviceToHost),
                          "reading the peers' probes");
@@ -125,7 +120,7 @@ int32_t allnorm_ipc_probed(int32_t device, int32_t rank, int32_t world_size, con
 int32_t allnorm_ipc_leave(int32_t device, int32_t rank, int32_t world_size,
                           void* const* workspaces) {
   if (const int32_t status = check_ranks(rank, world_size)) return status;
-  if (workspaces == nullptr) return allnorm::missing("workspaces");
+  if (workspaces == nullptr) return missing("workspaces");
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return cuda_status(guard.status(), "selecting the device");
   cudaError_t first_error = cudaSuccess;
@@ -149,10 +144,10 @@ int32_t allnorm_ipc_free(int32_t device, int32_t rank, int32_t world_size, void*
   if (world_size != 0) {
     if (const int32_t status = check_ranks(rank, world_size)) return status;
   }
-  if (address == nullptr) return allnorm::missing("address");
+  if (address == nullptr) return missing("address");
   const DeviceGuard guard(device);
   int32_t status = cuda_status(guard.status(), "selecting the device");
-  uint32_t left[allnorm::kPushMaxWorldSize] = {};
+  uint32_t left[kPushMaxWorldSize] = {};
   if (status == ALLNORM_OK) {
     status = cuda_status(cudaMemcpy(left, static_cast<char*>(address) + PushControl::kLeft,
                                     sizeof(left), cudaMemcpyDeviceToHost),

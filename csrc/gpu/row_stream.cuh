@@ -1,5 +1,7 @@
 // The rows of one cluster (first, first + step, ...), and the steps of a row: load, send, norm and
-// store. A schedule, one file each in gpu/schedules/, determines their order.
+// store. A schedule, one file each in gpu/schedules/, determines their order. Its run() takes the
+// rows, and this rank's partial of the first row. Figures of the schedules:
+// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
 //
 // No deadlock: every rank does what a wait needs before it waits for that row or any later one. The
 // lowest unfinished row can therefore always finish, however each rank splits its grid.

@@ -45,15 +45,13 @@ bool find_place(PyObject* name, int* place) {
 }
 
 bool read_kind(PyObject* entry, Keyword& keyword) {
-  PyObject* type = nullptr;
-  PyObject* parts = nullptr;
+  PyObject *type = nullptr, *parts = nullptr;
   if (!PyArg_ParseTuple(entry, "OO", &type, &parts)) return false;
   Kind kind = {.type = kept(type), .parts = {}};
   const Py_ssize_t size = PyTuple_Size(parts);
   if (size < 0) return false;
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* attribute = nullptr;
-    PyObject* tensor = nullptr;
+    PyObject *attribute = nullptr, *tensor = nullptr;
     int place = kConstant;
     if (!PyArg_ParseTuple(PyTuple_GetItem(parts, i), "OO", &attribute, &tensor) ||
         !find_place(tensor, &place)) {
@@ -66,10 +64,7 @@ bool read_kind(PyObject* entry, Keyword& keyword) {
 }
 
 bool read_keyword(PyObject* entry, std::vector<Keyword>& table) {
-  PyObject* name = nullptr;
-  PyObject* fallback = nullptr;
-  PyObject* tensor = nullptr;
-  PyObject* kinds = nullptr;
+  PyObject *name = nullptr, *fallback = nullptr, *tensor = nullptr, *kinds = nullptr;
   Keyword keyword = {};
   if (!PyArg_ParseTuple(entry, "OOOO", &name, &fallback, &tensor, &kinds) ||
       !find_place(tensor, &keyword.place)) {

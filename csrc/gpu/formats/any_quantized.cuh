@@ -9,7 +9,6 @@
 
 namespace allnorm {
 
-// gpu/formats.cuh describes the functions of a format.
 template <class T>
 class AnyQuantized {
  public:
@@ -45,7 +44,6 @@ class AnyQuantized {
     store(row, (*this)(y), params.policy);
   }
 
-  // All threads of the cluster call it, live or not.
   __device__ __forceinline__ Packed operator()(const Pack& y) {
     return is_nvfp4(params_) ? NvFp4<T>::quantize(params_, y, live_) : e4m3_(y);
   }

@@ -16,7 +16,6 @@ struct AnyDivisor {
   __device__ __forceinline__ float operator()(float y) const { return divide(y, scale); }
 };
 
-// gpu/formats.cuh describes the functions of a format.
 template <class T>
 class E4m3 {
  public:
@@ -47,7 +46,6 @@ class E4m3 {
     store(row, (*this)(y), params.policy);
   }
 
-  // All threads of the cluster call it, live or not.
   __device__ __forceinline__ Packed operator()(const Pack& packed) {
     float y[kElems];
     unpack<T>(packed, y);

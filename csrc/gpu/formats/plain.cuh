@@ -7,7 +7,6 @@
 
 namespace allnorm {
 
-// gpu/formats.cuh describes the functions of a format.
 template <class T>
 class Plain {
  public:

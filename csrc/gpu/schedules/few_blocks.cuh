@@ -1,8 +1,7 @@
 // one_shot in a grid of few blocks. Each cluster has many rows, and few other clusters keep the
 // link busy, so the latency of a row in its block would limit the rate. The inputs of the next row,
 // also its slots, are loaded before this row is summed, and two rows are in flight. Those loads
-// follow the receipt of this row, or its own loads would wait for them. Figures:
-// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
+// follow the receipt of this row, or its own loads would wait for them.
 #pragma once
 
 #include "gpu/row_stream.cuh"
@@ -11,7 +10,6 @@
 namespace allnorm {
 
 struct FewBlocks {
-  // `own`: this rank's partial of the first row.
   template <class Rows>
   __device__ __forceinline__ static void run(Rows& rows, Pack own) {
     Pack next = rows.load(rows.first + rows.step);

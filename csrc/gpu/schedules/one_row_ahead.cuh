@@ -37,7 +37,6 @@ class KeptPartials<true> {
 };
 
 struct OneRowAhead {
-  // `own`: this rank's partial of the first row.
   template <class Rows>
   __device__ __forceinline__ static void run(Rows& rows, const Pack& own) {
     rows.send(rows.first, own);

@@ -1,8 +1,7 @@
 // one_shot with two ranks and many rows. A cluster sends a row after it has finished the row
 // before, when the pace allows it. Sent earlier, the row would delay the rest of the row before.
 // The post step makes rows slower. The next row is then sent as soon as this one has been received
-// and the pace allows it. Figures:
-// docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
+// and the pace allows it.
 #pragma once
 
 #include "gpu.h"
@@ -13,7 +12,6 @@
 namespace allnorm {
 
 struct Paced {
-  // `own`: this rank's partial of the first row.
   template <class Rows>
   __device__ __forceinline__ static void run(Rows& rows, const Pack& own) {
     constexpr bool kWhenDue = Rows::kFeatures.post_step;

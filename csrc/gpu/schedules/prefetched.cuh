@@ -1,7 +1,7 @@
 // one_shot with two ranks and many tokens whose partials are sums of experts' rows. These take many
 // loads per token, which should keep the memory busy. A token's rows are prefetched into the L2
 // cache from two iterations before it is sent. One block per SM, with registers for eight rows of
-// experts. Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
+// experts.
 #pragma once
 
 #include "gpu/pace.cuh"
@@ -10,7 +10,6 @@
 namespace allnorm {
 
 struct Prefetched {
-  // `own`: this rank's partial of the first row.
   template <class Rows>
   __device__ __forceinline__ static void run(Rows& rows, Pack own) {
     Pace pace;

@@ -7,7 +7,6 @@
 namespace allnorm {
 
 struct Relayed {
-  // `own`: this rank's partial of the first row.
   template <class Rows>
   __device__ __forceinline__ static void run(Rows& rows, const Pack& own) {
     rows.send(rows.first, own);

@@ -86,7 +86,6 @@ __device__ __forceinline__ Pack sum_experts(const ExpertParams& experts, int64_t
   return pack<T>(sum);
 }
 
-// One thread's part: the same pack of every row.
 template <class T, class Otherwise, int kInFlight>
 class ExpertsOr {
  public:

@@ -58,9 +58,8 @@ class RowOwners {
     return sum;
   }
 
-  // Second hop. After a failure in this operation the peers receive NaN, so that they need not wait
-  // for their deadlines. After an earlier failure they receive nothing, because they may still be
-  // in that operation.
+  // Second hop. NaN after a failure in this operation, and nothing after an earlier one:
+  // gpu/exchange.cuh.
   __device__ __forceinline__ void publish(int local, const Pack& y) {
     if (!live_ || ALLNORM_FAULT(rows_published_after_failure, false, exchange_.failed_before()))
       return;

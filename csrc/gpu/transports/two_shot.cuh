@@ -42,9 +42,7 @@ class TwoShot {
     if (ranks_to_owner(row) != 0) return Pack{};
     const Pack sum = canonicalize(
         receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own(), live_));
-    // After a failure in this operation the peers receive NaN, so that they need not wait for their
-    // deadlines. After an earlier failure they receive nothing, because they may still be in that
-    // operation.
+    // NaN after a failure in this operation, and nothing after an earlier one: gpu/exchange.cuh.
     if (!live_ || ALLNORM_FAULT(sums_relayed_after_failure, false, exchange_.failed_before()))
       return sum;
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
