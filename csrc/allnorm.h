@@ -148,7 +148,7 @@ typedef struct AllnormCall {
   // ALL_GATHER_ROWS or several sources. All of it may differ between ranks.
   int32_t top_k;           // choices per token, at most 16; 0: x is dense, and the rest is ignored
   int32_t expert_padding;  // 0
-  int64_t num_rows;        // of x; without expert_index num_tokens * top_k
+  int64_t num_rows;        // rows of x; without expert_index num_tokens * top_k
   // [num_tokens, top_k], the row of x of every choice; -1: not on this rank. Any other invalid
   // number makes the token NaN. NULL: choice k of token t is row t * top_k + k.
   const int32_t* expert_index;

@@ -57,8 +57,8 @@ class CpuCommunicator {
   };
   // The rows of a chunk that one rank sums, finishes or gives.
   struct OwnedRows {
-    int64_t slot;  // of the first row, in the chunk
-    int64_t row;   // of the first row, in the call
+    int64_t slot;  // number of the first row in the chunk
+    int64_t row;   // number of the first row in the call
     // The first row in a sharded residual and residual_out, in x of ALL_GATHER_ROWS, and in sums of
     // islands.
     int64_t residual_row;

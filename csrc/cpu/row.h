@@ -19,7 +19,7 @@ struct RowPointers {
   Storage* out;  // null: not a result
   Storage* residual_out;
   uint8_t* quantized;
-  ScaleRows scales;  // from this row on
+  ScaleRows scales;  // scales from this row on
 };
 
 // Access to the elements at `i` of a row: whole pairs, or the last `count` elements.

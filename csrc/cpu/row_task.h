@@ -33,11 +33,11 @@ struct ExpertRows {
   ConstRows rows;
   int64_t num_rows;
   int64_t first;         // without an index: row of choice 0 of the first token
-  const int32_t* index;  // of the first token; or null
+  const int32_t* index;  // row of the first token, or null
   int64_t index_stride;
-  const float* weights;  // of the first token; or null
+  const float* weights;  // row of the first token, or null
   int64_t weights_stride;
-  ConstRows shared;  // data may be null
+  ConstRows shared;  // added last; data may be null
 
   // Returns the row of choice k of a token; -1: none on this rank. May be any other number.
   ALLNORM_HD int64_t row_of(int64_t token, int k) const {

@@ -296,7 +296,7 @@ __device__ __forceinline__ void AnyRowsKernel<T, kAligned, kFeatures, Format>::r
       // barriers in the next row's block_butterfly().
       ALLNORM_FAULT(greatest_read_early, , __syncthreads());
     }
-    // Stores come last: `residual_out` may be `residual`, `out` may be `x`.
+    // Stores come last, because `residual_out` may be `residual`, and `out` may be `x`.
     for_each_chunk([&](int chunk, int64_t pack, bool live, const float* sum) {
       Pack y{};
       if (live) {

@@ -12,7 +12,7 @@ namespace allnorm {
 // captured. CUDA owns the array, which is valid until the next query of the stream.
 struct Captured {
   bool active = false;
-  unsigned long long id = 0;  // of the capture; unique in the process
+  unsigned long long id = 0;  // id of the capture; unique in the process
   const cudaGraphNode_t* nodes = nullptr;
   size_t num_nodes = 0;
 };

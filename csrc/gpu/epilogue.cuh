@@ -45,7 +45,7 @@ class WeightPack {
         unpack<Float32>(part, gains + 4 * i);
       }
     } else {
-      // From row to row the pack stays in registers, and not its elements.
+      // The pack, not its elements, stays in registers from row to row.
       keep_packed(packs_[0]);
       unpack<T>(packs_[0], gains);
     }
@@ -221,7 +221,7 @@ class NormEpilogue {
         unpack<Float32>(part, gains_ + 4 * i);
       }
     } else {
-      // From row to row the pack stays in registers, and not its elements.
+      // The pack, not its elements, stays in registers from row to row.
       keep_packed(weight_[0]);
       unpack<T>(weight_[0], gains_);
     }

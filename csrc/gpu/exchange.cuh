@@ -373,7 +373,7 @@ class Exchange {
   Deadline<DeviceClock> deadline_;
   uint32_t op_;
   SlotPlace place_;
-  int64_t slots_begin_;  // in every workspace; recomputing it per row costs registers
+  int64_t slots_begin_;  // offset in every workspace; recomputing it per row costs registers
   bool failed_;
   bool failed_before_;
 };

@@ -104,7 +104,7 @@ using Kernels = KernelTable<
     FusedEntry<kOneShotDense, k48,  DenseRows,            OneShot,  OneRowAhead, kDense,  kBasic>,
     FusedEntry<kOneShotDense, k2,   DenseRows,            OneShot,  Paced,       kDense,  kExtendedDense>,
     FusedEntry<kOneShotDense, k2,   PrefetchedExpertRows, OneShot,  Prefetched,  kDense,  kExtended>,
-    // With more ranks two_shot sends fewer bytes of many rows.
+    // With more ranks, two_shot sends fewer bytes for many rows.
     FusedEntry<kOneShotFew,   k2,   DenseRows,            OneShot,  FewBlocks,   kFew,    kBasic>,
     FusedEntry<kTwoShot,      kAll, DenseRows,            TwoShot,  Relayed,     kSparse, kBasic>,
     FusedEntry<kTwoShot,      kAll, ExpertRows,           TwoShot,  Relayed,     kSparse, kExtended>,

@@ -20,8 +20,8 @@ enum class KernelKind {
   kOwnedGiven,
   // LocalParams:
   kLocalRows,     // rows of whole, aligned packs that fit into a cluster
-  kLocalAligned,  // the same, of any width
-  kLocalAny,      // any width and alignment
+  kLocalAligned,  // rows of whole, aligned packs of any width
+  kLocalAny,      // rows of any width and alignment
 };
 
 struct KernelKey {

@@ -15,7 +15,7 @@ namespace allnorm {
 struct Device {
   int index = 0;
   int num_sms = 0;
-  int capability = 0;  // of the device: 10 * major + minor
+  int capability = 0;  // compute capability of the device: 10 * major + minor
   int code = 0;        // target of the loaded kernels, in the same form
   bool has_clusters = false;
   bool launches_dependents = false;  // programmatic dependent launch; can be turned off

@@ -90,7 +90,7 @@ struct PostParams {
 // The rows of experts whose sums are this rank's partials: numerics step 0. Features::experts only;
 // other kernels read x.
 struct ExpertParams {
-  Rows rows;            // of experts
+  Rows rows;            // rows of experts
   Rows shared;          // one row per token, like the next two; data == nullptr: none
   const char* index;    // top_k int32; nullptr: choice k of token t is row t * top_k + k
   const char* weights;  // top_k float32 factors; nullptr: none
@@ -116,7 +116,7 @@ struct EpilogueParams {
   bool weight_is_float32;
   bool normalize_unrounded;
   bool round_before_weight;
-  CachePolicy policy;  // of these rows and of the weights
+  CachePolicy policy;  // policy of these rows and of the weights
   QuantParams quant;
   PostParams post;
 };
@@ -139,7 +139,7 @@ struct StampRecord {
   int64_t stored_ns;
   int32_t row;
   uint32_t multiprocessor;
-  uint32_t cycles[kStamps];  // of the multiprocessor's clock
+  uint32_t cycles[kStamps];  // clock of the SM at each stamp
 };
 
 // One launch of a fused kernel.
@@ -147,7 +147,7 @@ struct FusedParams {
   char* workspace[kPushMaxWorldSize];  // [q] belongs to rank (rank + q) mod world_size; [0] is own
   Rows x;
   EpilogueParams epilogue;
-  int32_t num_tokens;  // of this launch
+  int32_t num_tokens;  // rows of this launch
   int32_t packs;
   int32_t rank;
   int32_t world_size;  // read by kernels for kAnyWorldSize
@@ -169,7 +169,7 @@ struct FusedParams {
 // Rows before and after an exchange between islands: numerics step 1b. Features::islands only.
 // Float32, for the rows that this rank owns.
 struct IslandParams {
-  Rows sums;  // of the first island
+  Rows sums;  // sums of the first island
   int64_t island_stride_bytes;
   int32_t num_islands;  // 0: partials are exchanged
   Rows out;             // destination of this island's sums; data == nullptr: none
@@ -188,19 +188,19 @@ struct OwnedRowsParams {
 };
 
 struct ProbeParams {
-  char* workspace[kPushMaxWorldSize];  // by rank
+  char* workspace[kPushMaxWorldSize];  // indexed by rank
   int32_t rank;
   int32_t world_size;
 };
 
 // One launch of a local kernel.
 struct LocalParams {
-  Rows x;  // of the first source
+  Rows x;  // rows of the first source
   EpilogueParams epilogue;
   int64_t source_stride_bytes;
   int64_t num_tokens;
   int32_t num_sources;
-  int32_t packs;  // of a row, whole or not
+  int32_t packs;  // packs per row, including a partial one
   ExpertParams experts;
 };
 

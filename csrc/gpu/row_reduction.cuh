@@ -166,7 +166,7 @@ class RowReduction {
   uint32_t cluster_size_;
   uint32_t exchanges_ = 0;
   SharedAddress shared_;
-  SharedAddress theirs_{};  // in the cluster's block with this lane's number
+  SharedAddress theirs_{};  // address in the cluster's block with this lane's number
 };
 
 }  // namespace allnorm

@@ -55,14 +55,14 @@ class StreamOrder {
   int32_t end_eager(cudaStream_t stream);
   int32_t end_captured(cudaStream_t stream);
 
-  std::map<unsigned long long, LastCaptured> captures_;  // by CUDA's id of the capture
+  std::map<unsigned long long, LastCaptured> captures_;  // keyed by CUDA's id of the capture
   cudaEvent_t event_ = nullptr;
   // The last eager call. Captured calls change none of these.
   bool called_ = false;
   cudaStream_t last_ = nullptr;
   bool last_lasts_ = false;
   bool recorded_ = false;           // whether event_ follows the call
-  unsigned long long capture_ = 0;  // of the current call; 0: it is eager
+  unsigned long long capture_ = 0;  // id of the current call's capture; 0: it is eager
 };
 
 }  // namespace allnorm

@@ -109,7 +109,7 @@ struct SlotPlace {
   }
   // Number of operations since slots were last returned.
   ALLNORM_HD uint32_t since() const { return kept >> kSinceShift; }
-  // `kept` of the next operation.
+  // Returns `kept` for the next operation.
   ALLNORM_HD uint32_t next() const {
     const uint32_t next_unit = ALLNORM_FAULT(one_unit, unit(), (unit() + units) % kPushUnits);
     const uint32_t next_large = large ? kLargePhases - 1 - large_phase() : large_phase();

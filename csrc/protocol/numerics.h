@@ -167,7 +167,7 @@ ALLNORM_HD void round_to(float* z) {
   unpack<T>(rounded, z);
 }
 
-// Numerics steps 1 and 2 for one pack: sum += f(term).
+// Numerics steps 1 and 2 for one pack: adds the term as float32.
 template <class T>
 ALLNORM_HD void add_pack(float* sum, const Pack& term) {
   float z[kElemsPerPack<T>];
@@ -176,7 +176,7 @@ ALLNORM_HD void add_pack(float* sum, const Pack& term) {
   for (int i = 0; i < kElemsPerPack<T>; ++i) sum[i] = add_rn(sum[i], z[i]);
 }
 
-// Numerics step 0 for one pack: sum += weight * f(term), rounded twice.
+// Numerics step 0 for one pack: adds weight * term as float32, rounded twice.
 template <class T>
 ALLNORM_HD void add_weighted_pack(float* sum, const Pack& term, float weight) {
   float z[kElemsPerPack<T>];
@@ -384,7 +384,7 @@ constexpr float kSixth = 1.0f / 6.0f;  // 6 is the greatest e2m1 number
 // The scale of an NVFP4 group.
 struct NvFp4Scale {
   uint32_t e4m3;  // its bits
-  float factor;   // of the elements, before they are rounded
+  float factor;   // factor of the elements before they are rounded
   uint32_t kept;  // mask of element bits: 0 if the scale is NaN, since e2m1 has no NaN
 };
 // Computes the scale of a group. `amax`: its greatest magnitude(). `sixth`: global scale * kSixth.

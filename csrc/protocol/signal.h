@@ -1,4 +1,4 @@
-// Waiting for a number, with a deadline, over any memory.
+// Waiting for a number with a deadline, for any kind of memory.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@ enum class Given : std::uint8_t { kNothing, kTensor, kInput };
 // A tensor among the arguments of a call.
 struct Operand {
   Given given;
-  std::uint8_t align_bytes;  // of its address
+  std::uint8_t align_bytes;  // required alignment of its address
   std::uint64_t span_bytes;  // from its first element to the end of its last
 };
 
@@ -40,7 +40,7 @@ struct Prepared {
   Ref overwrite;
   std::vector<Ref> constants;
   Operand operands[kNumTensors];
-  std::vector<Result> results;  // in the order of the returned values
+  std::vector<Result> results;  // the returned values, in order
 };
 
 // Sets the classes torch.Tensor and torch.nn.Parameter. Call it once per process, before any call.

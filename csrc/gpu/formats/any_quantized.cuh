@@ -91,7 +91,7 @@ class AnyQuantized {
     }
   }
 
-  // ---- rows that no cluster holds ----
+  // ---- rows that do not fit into a cluster ----
 
   __device__ __forceinline__ static bool needs_greatest(const QuantParams& params) {
     return E4m3<T>::needs_greatest(params);

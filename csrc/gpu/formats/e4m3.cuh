@@ -122,7 +122,7 @@ class E4m3 {
     }
   }
 
-  // ---- rows that no cluster holds ----
+  // ---- rows that do not fit into a cluster ----
 
   // Only groups wider than a chunk need them.
   __device__ __forceinline__ static bool needs_greatest(const QuantParams& params) {

@@ -56,7 +56,7 @@ class IslandSums {
 
  private:
   const IslandParams& params_;
-  int pack_;  // in packs of float32
+  int pack_;  // index in packs of float32
 };
 
 }  // namespace allnorm
