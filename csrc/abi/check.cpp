@@ -175,10 +175,14 @@ int32_t check_sources(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
-// Checks step 1b.
-int32_t check_hierarchical(const AllnormCall& call) {
-  if (!is_hierarchical(call)) return ALLNORM_OK;
-  if (call.algorithm != ALLNORM_TWO_SHOT) {
+int32_t check_algorithm(const AllnormCall& call) {
+  if (call.algorithm != ALLNORM_ONE_SHOT && call.algorithm != ALLNORM_TWO_SHOT) {
+    return invalid("algorithm", call.algorithm, "an AllnormAlgorithm, 0 or 1");
+  }
+  if (call.algorithm == ALLNORM_ONE_SHOT && is_norm(call) && is_sharded(call)) {
+    return invalid("algorithm", call.algorithm, "TWO_SHOT (1) for a sharded residual");
+  }
+  if (call.algorithm == ALLNORM_ONE_SHOT && is_hierarchical(call)) {
     return invalid("algorithm", call.algorithm, "TWO_SHOT (1) for sums of islands");
   }
   if (!takes_sums(call)) return ALLNORM_OK;
@@ -187,16 +191,6 @@ int32_t check_hierarchical(const AllnormCall& call) {
   }
   if (sums_experts(call)) return invalid("top_k", call.top_k, "0 with ALLNORM_ISLAND_SUMS");
   return check_sources(call);
-}
-
-int32_t check_algorithm(const AllnormCall& call) {
-  if (call.algorithm != ALLNORM_ONE_SHOT && call.algorithm != ALLNORM_TWO_SHOT) {
-    return invalid("algorithm", call.algorithm, "an AllnormAlgorithm, 0 or 1");
-  }
-  if (is_norm(call) && is_sharded(call) && call.algorithm != ALLNORM_TWO_SHOT) {
-    return invalid("algorithm", call.algorithm, "TWO_SHOT (1) for a sharded residual");
-  }
-  return check_hierarchical(call);
 }
 
 }  // namespace

@@ -21,7 +21,6 @@ struct AllnormComm {
   allnorm::Gate gate = {};
 };
 
-// Uses the definitions above.
 #include "abi/entry_points.h"
 
 namespace {

@@ -22,8 +22,9 @@ void run_sums(const RowOp& op, const RowTask& task) {
       for (int r = 0; r < task.num_sources; ++r) {
         sums[r] = reinterpret_cast<const float*>(task.sources[r].from(i).data);
       }
-      add_islands<T>(sums, task.num_sources, op.hidden_size, op.scratch,
-                     reinterpret_cast<Storage*>(out));
+      sum_unrounded<Float32>(sums, task.num_sources, op.hidden_size, op.scratch);
+      auto* const rounded = reinterpret_cast<Storage*>(out);
+      for (int64_t j = 0; j < op.hidden_size; ++j) rounded[j] = T::store(op.scratch[j]);
     } else {
       const Storage* sources[ALLNORM_MAX_WORLD_SIZE];
       for (int r = 0; r < task.num_sources; ++r) {

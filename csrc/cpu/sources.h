@@ -32,14 +32,6 @@ static void sum_unrounded(const typename T::Storage* const* sources, int num_sou
   }
 }
 
-// Numerics step 1b for one row: the rounded sum over islands. `scratch` has a float32 row.
-template <class T>
-static void add_islands(const float* const* sums, int num_islands, int64_t hidden_size,
-                        float* scratch, typename T::Storage* to) {
-  sum_unrounded<Float32>(sums, num_islands, hidden_size, scratch);
-  for (int64_t i = 0; i < hidden_size; ++i) to[i] = T::store(scratch[i]);
-}
-
 // The choices of a token that are on this rank, in order.
 template <class T>
 struct Choices {

@@ -22,7 +22,6 @@ struct AllnormComm {
   allnorm::Gate gate = {};
 };
 
-// Uses the definitions above.
 #include "abi/entry_points.h"
 
 using allnorm::fail;

@@ -207,7 +207,6 @@ class NormEpilogue {
   __device__ __forceinline__ Format<T>& format() { return format_; }
 
  private:
-  // Packs of the weight that stay in registers.
   static constexpr int kKept = kGains == Gains::kLean ? 1 : kElems / 4;
 
   __device__ __forceinline__ Pack load_float32_weight(int i) const {

@@ -154,7 +154,6 @@ class RowReduction {
     float values[kBuffers][kMaxChunks];
     SharedBarrier arrived[kBuffers];
   };
-  // Offsets in Shared.
   __device__ __forceinline__ static uint32_t values(uint32_t buffer) {
     return buffer * static_cast<uint32_t>(sizeof(Shared::values[0]));
   }

@@ -27,7 +27,6 @@ struct RowStream {
 
   __device__ __forceinline__ bool is_last(int row) const { return row + step >= end; }
 
-  // Loads this rank's partial.
   __device__ __forceinline__ Pack load(int row) const {
     return live && row >= 0 && row < end ? source.load(row) : Pack{};
   }

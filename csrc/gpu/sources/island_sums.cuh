@@ -12,7 +12,6 @@ namespace allnorm {
 template <class T>
 constexpr int kPacksOfSums = kElemsPerPack<T> / kElemsPerPack<Float32>;
 
-// One thread's part: the same pack of every row.
 template <class T>
 class IslandSums {
  public:

@@ -20,7 +20,6 @@ __device__ __forceinline__ Pack sum_in_order(int num_sources, Load&& load) {
   return pack<T>(sum);
 }
 
-// One thread's part: the same pack of every row.
 template <class T>
 class SummedRows {
  public:
