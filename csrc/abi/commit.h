@@ -1,6 +1,5 @@
 // The commit that this library was built from.
-#ifndef ALLNORM_ABI_COMMIT_H_
-#define ALLNORM_ABI_COMMIT_H_
+#pragma once
 
 namespace allnorm {
 
@@ -9,5 +8,3 @@ namespace allnorm {
 const char* built_commit();
 
 }  // namespace allnorm
-
-#endif  // ALLNORM_ABI_COMMIT_H_

@@ -284,11 +284,11 @@ struct PullLayout {
   ALLNORM_HD int64_t scales(int64_t i) const { return quantized(owned) + i * finished.scale_bytes; }
 };
 
-// Returns the consecutive rows of a rank; the first (rows % world_size) ranks have one row more.
 struct RowRange {
   int64_t begin;
   int64_t end;
 };
+// Returns the consecutive rows of a rank; the first (rows % world_size) ranks have one row more.
 ALLNORM_HD RowRange row_shard(int64_t rows, int world_size, int rank) {
   const int64_t base = rows / world_size, extra = rows % world_size;
   const int64_t begin = rank * base + (rank < extra ? rank : extra);
