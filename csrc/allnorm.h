@@ -295,10 +295,10 @@ typedef struct AllnormStats {
 // captured.
 ALLNORM_API int32_t allnorm_comm_stats(AllnormComm* comm, AllnormStats* stats);
 
-// CPU library only. Every thread that waits for a peer in allnorm_run calls `look` about 50 times
-// per second. If it returns nonzero, the call ends with ALLNORM_INTERRUPTED, the communicator
+// CPU library only. Every thread that waits for a peer in allnorm_run calls `interrupt` about 50
+// times per second. If it returns nonzero, the call ends with ALLNORM_INTERRUPTED, the communicator
 // fails, and its peers are informed. NULL: none. Applies to the whole process.
-ALLNORM_API int32_t allnorm_set_interrupt(int32_t (*look)(void));
+ALLNORM_API int32_t allnorm_set_interrupt(int32_t (*interrupt)(void));
 
 // CPU library only. A thread that waits for a peer in allnorm_run stores the time in `beat` about
 // 50 times per second, as nanoseconds of CLOCK_MONOTONIC. Other processes that map this memory can

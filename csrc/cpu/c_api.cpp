@@ -46,8 +46,8 @@ const char* allnorm_build_info(void) {
   return info.c_str();
 }
 
-int32_t allnorm_set_interrupt(int32_t (*look)(void)) {
-  allnorm::set_interrupt(look);
+int32_t allnorm_set_interrupt(int32_t (*interrupt)(void)) {
+  allnorm::set_interrupt(interrupt);
   return ALLNORM_OK;
 }
 

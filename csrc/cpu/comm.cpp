@@ -52,9 +52,9 @@ namespace {
 // because the peer may need the core.
 constexpr int64_t kSpinNs = 50'000;
 // About a microsecond of polls. Then the wait yields, in case the peer needs this core.
-constexpr int kPollsPerLook = 64;
+constexpr int kPollsPerYield = 64;
 // Interval at which a sleeping wait checks for departed ranks, signals and close().
-constexpr int64_t kLookNs = 20'000'000;
+constexpr int64_t kCheckNs = 20'000'000;
 // Longer timeouts would overflow a deadline.
 constexpr int64_t kForeverNs = INT64_MAX / 4;
 
@@ -62,7 +62,7 @@ int64_t spin_ns(int world_size) {
   return world_size <= sysconf(_SC_NPROCESSORS_ONLN) ? kSpinNs : 0;
 }
 
-std::atomic<int32_t (*)()> g_look{nullptr};
+std::atomic<int32_t (*)()> g_interrupt{nullptr};
 
 // No call has this tag, because the dtype in its shape does not exist.
 constexpr uint64_t kNoTag = ~uint64_t{0};
@@ -81,7 +81,7 @@ class Running {
 
 }  // namespace
 
-void set_interrupt(int32_t (*look)()) { g_look.store(look); }
+void set_interrupt(int32_t (*interrupt)()) { g_interrupt.store(interrupt); }
 
 CpuCommunicator::CpuCommunicator(const AllnormCommConfig& config)
     : config_(config), spin_ns_(spin_ns(config.world_size)), op_(config.first_op) {
@@ -115,7 +115,7 @@ bool CpuCommunicator::wait(int peer, int step, const CallTag& tag) {
     // acquire: makes the peer's tag and rows visible; pairs with the store in publish().
     if (has_reached(load_acquire(word), expected)) return same_call(peer, tag);
     pause();
-    if (polls % kPollsPerLook != kPollsPerLook - 1) continue;
+    if (polls % kPollsPerYield != kPollsPerYield - 1) continue;
     sched_yield();
     const int64_t now_ns = MonotonicClock::now_ns();
     if (start_ns == 0) start_ns = now_ns;
@@ -143,10 +143,10 @@ bool CpuCommunicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, co
     if (beat_ != nullptr) store_relaxed(beat_, now_ns);
     const int64_t left_ns = deadline_ns - now_ns;
     if (left_ns <= 0) break;
-    futex_wait_shared(word, seen, std::min(left_ns, kLookNs));
-    const auto look = g_look.load(std::memory_order_relaxed);
-    if (look == nullptr || has_reached(load_acquire(word), expected)) continue;
-    if (look() != 0) status = ALLNORM_INTERRUPTED;
+    futex_wait_shared(word, seen, std::min(left_ns, kCheckNs));
+    const auto interrupt = g_interrupt.load(std::memory_order_relaxed);
+    if (interrupt == nullptr || has_reached(load_acquire(word), expected)) continue;
+    if (interrupt() != 0) status = ALLNORM_INTERRUPTED;
   }
   fetch_add_seq_cst(sleepers(peer), ~0u);
   // The caller will see the interrupt, so this must not look like success.
@@ -173,18 +173,19 @@ AllnormStatus CpuCommunicator::ending(int peer, int* gone) const {
   AllnormStatus status = ALLNORM_OK;
   // Reports the rank that ended first, because others may have ended because of it.
   *gone = first_dead_.load(std::memory_order_acquire);
-  if (*gone >= 0 && has_left(*gone, &status) && (*gone == peer || !has_come(*gone))) return status;
+  if (*gone >= 0 && has_left(*gone, &status) && (*gone == peer || !has_arrived(*gone)))
+    return status;
   *gone = peer;
   if (has_left(peer, &status)) return status;
   for (int other = 0; other < config_.world_size; ++other) {
-    if (other == config_.rank || !has_left(other, &status) || has_come(other)) continue;
+    if (other == config_.rank || !has_left(other, &status) || has_arrived(other)) continue;
     *gone = other;
     return status;
   }
   return ALLNORM_OK;
 }
 
-bool CpuCommunicator::has_come(int rank) const {
+bool CpuCommunicator::has_arrived(int rank) const {
   // acquire: pairs with publish(), for data published before has_left().
   return has_reached(load_acquire(published(rank)), publication(1));
 }

@@ -20,7 +20,7 @@ namespace allnorm {
 std::string describe(const AllnormFault& fault, int64_t timeout_ns);
 
 // Sets the function that waiting threads call regularly; nonzero ends the wait.
-void set_interrupt(int32_t (*look)());
+void set_interrupt(int32_t (*interrupt)());
 
 class CpuCommunicator {
  public:
@@ -95,7 +95,7 @@ class CpuCommunicator {
   // caused it.
   AllnormStatus ending(int peer, int* gone) const;
   bool has_left(int rank, AllnormStatus* how) const;
-  bool has_come(int rank) const;
+  bool has_arrived(int rank) const;
   // Records that a wait for `peer` failed; `seen` is what the peer has published. Returns false.
   bool fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag);
   void tell_peers();

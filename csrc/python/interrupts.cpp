@@ -2,8 +2,8 @@
 // ends the wait.
 //
 // Python's signal handler only sets a flag, which is not read while the library waits. A waiting
-// thread therefore calls look() regularly, without the interpreter lock. An exception of a handler
-// is stored here until the call has returned and its caller raises it.
+// thread therefore calls run_handlers() regularly, without the interpreter lock. An exception of a
+// handler is stored here until the call has returned and its caller raises it.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -18,7 +18,7 @@ namespace {
 // The exception of the main thread, which alone runs handlers; used under the interpreter lock.
 PyObject *raised_type = nullptr, *raised = nullptr, *raised_trace = nullptr;
 
-int32_t look() {
+int32_t run_handlers() {
   if (syscall(SYS_gettid) != getpid()) return 0;
   const PyGILState_STATE state = PyGILState_Ensure();
   const bool ends = PyErr_CheckSignals() != 0;
@@ -33,7 +33,9 @@ int32_t look() {
 extern "C" {
 
 // Returns the argument of allnorm_set_interrupt().
-ALLNORM_API void* allnorm_fast_call_look() { return reinterpret_cast<void*>(allnorm::look); }
+ALLNORM_API void* allnorm_fast_call_look() {
+  return reinterpret_cast<void*>(allnorm::run_handlers);
+}
 
 // Raises the exception of a handler in a call of this thread that has returned. Returns None if
 // there is none.
