@@ -119,7 +119,7 @@ int32_t check_present(const AllnormCall& call) {
   if (call.x == nullptr && rows_of_x(call) > 0) return missing("x");
   if (ends_with_sum(call)) {
     if (call.out != nullptr || call.weight != nullptr) {
-      return fail(ALLNORM_INVALID_ARGUMENT, "%s is not NULL; expected NULL with ALLNORM_NO_NORM",
+      return fail(ALLNORM_INVALID_ARGUMENT, "%s is given with ALLNORM_NO_NORM; expected NULL",
                   call.out != nullptr ? "out" : "weight");
     }
   } else {
