@@ -216,6 +216,13 @@ def test_a_wrong_argument_ends_the_process_without_a_traceback() -> None:
     assert "Traceback" not in unwrapped(done.stderr)
 
 
+def test_help_is_complete_at_80_columns() -> None:
+    for name in ("doctor", "verify", "bench", "tune", "e2e", "trace"):
+        done = CliRunner().invoke(app, (name, "--help"), env={"COLUMNS": "80"})
+        assert done.exit_code == 0
+        assert "…" not in done.output, name
+
+
 def test_help_has_an_example_whose_options_exist() -> None:
     for name in ("doctor", "verify", "bench", "tune", "e2e", "trace"):
         done = CliRunner().invoke(app, (name, "--help"), env={"COLUMNS": "200"})

@@ -51,7 +51,7 @@ def bench(
     quant: Annotated[
         str,
         work_option(
-            "Quantized results: per_group:128, per_group:SIZE:LAYOUT:FORMAT, per_token, "
+            "Quantized results: per_group:128, per_group:N:LAYOUT:FORMAT, per_token, "
             "per_tensor, mxfp8, nvfp4, nvfp4:row_major, or none for 16-bit results; or a list "
             "separated by commas."
         ),
