@@ -1,4 +1,4 @@
-"""Fused all-reduce + residual add + RMSNorm between tensor-parallel layers, bit for bit."""
+"""Fused all-reduce + residual add + RMSNorm for tensor parallelism, with bit-identical results."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 
-# What few processes use is imported when it is first asked for.
+# Rarely used names and their modules, which are imported at first use.
 _LATE = {
     "Stats": "allnorm.core.endpoint",
     "TraceReport": "allnorm.tracing",
@@ -91,7 +91,7 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the home of a name in `_LATE`."""
+    """Imports a name of `_LATE` at its first use."""
     if name not in _LATE:
         raise AttributeError(f"module 'allnorm' has no attribute {name!r}")
     module = importlib.import_module(_LATE[name])
@@ -99,14 +99,14 @@ def __getattr__(name: str) -> Any:
 
 
 def capabilities() -> dict[str, Any]:
-    """What this installation can do on this machine.
+    """Returns what this installation supports on this machine.
 
     Returns:
         `version`; `torch` and `cuda` (versions; `cuda` is None for a CPU build of torch);
-        `backends`: per backend its build, or the reason why it does not load; `devices`: name and
-        compute capability of each visible GPU; `fast_calls`: whether repeated calls are made
-        without Python in between; `multicast`: always unused here, with the state of the switches
-        that keep other libraries from it.
+        `backends`: the build of each backend, or the error that loading it raises; `devices`: name
+        and compute capability of each visible GPU; `fast_calls`: whether repeated calls bypass
+        Python; `multicast`: never used here; `switches` are the variables that keep other libraries
+        from using it.
     """
     from allnorm import config
 
@@ -135,17 +135,17 @@ def capabilities() -> dict[str, Any]:
 
 
 def _warn_of_unused_gpus() -> None:
-    """Says, in one process of a machine, that this build cannot use the GPUs that are there."""
+    """Warns, in one process per machine, if this build cannot use the GPUs of the machine."""
     if "cuda" in _native.available_backends() or not torch.version.cuda:
         return
-    from allnorm import config, topology  # take a while to load, and few builds come here
+    from allnorm import config, topology  # imported here: slow to load and rarely needed
 
     if config.local_rank() == 0 and topology.has_gpu_devices():
         warnings.warn(
-            "this machine has NVIDIA GPUs, and this build of allnorm is for CPUs alone: calls with "
-            "CUDA tensors will raise. Install a wheel of a release, or build it here with CUDA's "
-            "compiler on PATH: `nvcc --version`, then `pip install --force-reinstall --no-deps .` "
-            "in allnorm's source.",
+            "this machine has NVIDIA GPUs, but this build of allnorm supports only the CPU: calls "
+            "with CUDA tensors will raise. Install a release wheel, or build allnorm here with "
+            "nvcc on PATH: `nvcc --version`, then `pip install --force-reinstall --no-deps .` in "
+            "allnorm's source.",
             stacklevel=2,
         )
 

@@ -1,3 +1,3 @@
-"""The version, in its one place: pyproject.toml and CMakeLists.txt read it from here."""
+"""The version. pyproject.toml and CMakeLists.txt read it from here."""
 
 __version__ = "0.1.0"

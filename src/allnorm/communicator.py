@@ -1,4 +1,4 @@
-"""The communicator: one group of ranks, and every call among them."""
+"""The communicator: one group of ranks and the calls among them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ from allnorm.expert_sum import ExpertSum
 from allnorm.islands import Islands
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
-from allnorm.quant import (
-    DEFAULT_QUANT,
-    Quant,
-    QuantizedNorm,
-    check_hidden_size,
-    check_quant,
-)
+from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,54 +36,55 @@ class Communicator:
     """All-reduce, residual add and RMSNorm over the ranks of a process group, in one launch.
 
     Collective: every rank of the group creates it, and makes the same calls in the same order.
-    Calls on one communicator are ordered, whatever CUDA streams they are on: eager ones one after
-    the other, captured ones within their capture. Launches of CUDA graphs must be ordered by the
-    caller, among each other and with eager calls, as with any buffer. An eager call while the
-    stream of the one before is being captured cannot be ordered: it raises.
+    Calls on one communicator run one at a time, whatever their CUDA streams: eager calls in program
+    order, captured calls in the order of their capture. The caller must order launches of CUDA
+    graphs, among each other and with eager calls, as with any buffer. An eager call raises while
+    the stream of the previous call is being captured.
 
-    Threads may call one communicator in turns, in an order that is the same on every rank. Calls
-    of two threads at the same time have none: where they meet, the communicator ends on every rank.
-    Threads that are independent of each other take a communicator each, made in the same order on
-    every rank. Any thread may call `close()`, which ends the calls of others. A child of `fork()`
-    may neither use nor close a communicator of its parent.
+    Threads may take turns on one communicator if the order of calls is the same on every rank. If
+    two threads call it at the same time, the communicator fails on every rank. Independent threads
+    need a communicator each, created in the same order on every rank. Any thread may call
+    `close()`, which ends the calls of other threads. A child of `fork()` may neither use nor close
+    the communicators of its parent.
 
     Args:
-        group: process group, or DeviceMesh of one dimension; None is the default group.
-        device: device of the tensors; None is the current CUDA device, or the CPU if there is none.
-        workspace_bytes: bytes of workspace per rank, at least 64 KiB; None is 256 MiB on CUDA and 4
-            MiB on CPU (`ALLNORM_WORKSPACE_BYTES` otherwise). Larger inputs are cut into row chunks.
-        numerics: rounding mode of calls that name none: "rounded", "unrounded", "transformers" or
+        group: process group, or DeviceMesh of one dimension; None: the default group.
+        device: device of the tensors; None: the current CUDA device, or the CPU without CUDA.
+        workspace_bytes: bytes of workspace per rank, at least 64 KiB; None:
+            `ALLNORM_WORKSPACE_BYTES`, else 256 MiB on CUDA and 4 MiB on CPU. Larger inputs run in
+            chunks of rows.
+        numerics: default rounding mode of the calls: "rounded", "unrounded", "transformers" or
             "vllm".
-        timeout: how long a call, or the making of the communicator, may wait for a peer; seconds or
-            a timedelta (`ALLNORM_TIMEOUT_SECONDS`, else 600 s). A peer whose process has ended is
-            not waited for.
-        islands: which ranks write to each other's memory. "auto" finds them: those of one host,
-            and on GPUs those of them that reach each other. Or a sequence of sequences of group
-            ranks, the same on every rank. Several of equal size run "hierarchical", others
-            "unfused"; of both the sum is made island by island (docs/numerics.md, step 1b).
-        tuning_dir: folder of the tables that `allnorm tune` has written (`ALLNORM_TUNING_DIR`, else
-            the user's cache). They decide about time, never about bits; one that does not fit, or
-            that not all ranks have, is left out with a warning of rank 0.
-        max_blocks: CUDA: the most thread blocks of up to 512 threads that a call may take, so that
-            other work runs beside it (None: as many as the GPU holds, two or one a multiprocessor).
-            The same on every rank; bits never depend on it. Two blocks run in any case, or twice as
-            many as a row needs that is wider than one.
-        early_trigger: CUDA: the next kernel of the stream, if it is launched with programmatic
-            dependent launch, may start before a call's last stores; it must read nothing before
-            `griddepcontrol.wait`, as CUDA demands of it. False lets it start when the call ends,
-            and costs 0.3 to 0.9 us a call.
-        dependent_launch: CUDA: whether calls begin before the kernel before them has ended, and
-            then wait for that: if it lets its dependents in (programmatic dependent launch), and
-            captured ones otherwise when all its blocks have begun. False: they begin at its end.
-        first_op: the number of the first operation, the same on every rank; it wraps at 2**32.
+        timeout: how long a call, or the constructor, waits for a peer, in seconds or as a
+            timedelta; None: `ALLNORM_TIMEOUT_SECONDS`, else 600 s. Waits end early if the process
+            of the peer exits.
+        islands: sets of ranks that write to each other's memory. "auto" detects them: the ranks of
+            a host, and among its GPUs those with peer access. Or a sequence of sequences of group
+            ranks, the same on every rank. Several islands of equal size run "hierarchical", other
+            ones "unfused"; both sum island by island (docs/numerics.md, step 1b).
+        tuning_dir: folder of the tables that `allnorm tune` writes; None: `ALLNORM_TUNING_DIR`,
+            else the user's cache. Tables affect speed, never results. A table that is invalid, or
+            that not all ranks have, is ignored, and rank 0 warns.
+        max_blocks: CUDA: maximum thread blocks (of up to 512 threads) per call, which leaves room
+            for other kernels; None: as many as the GPU can run, one or two per SM. The same on
+            every rank; results do not depend on it. At least two blocks run, or twice as many as
+            one wide row needs.
+        early_trigger: CUDA: lets the next kernel of the stream, if it uses programmatic dependent
+            launch, start before a call's last stores. That kernel must not read before
+            `griddepcontrol.wait`, as CUDA requires. False: it starts when the call ends, which
+            costs 0.3 to 0.9 us per call.
+        dependent_launch: CUDA: lets a call start before the preceding kernel ends, and wait for it:
+            once that kernel triggers its dependents, or in a capture once all its blocks have
+            started. False: the call starts after that kernel.
+        first_op: number of the first operation, the same on every rank; wraps at 2**32.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, or ranks pass different ones or have loaded
-            different builds: on every rank, with the values of each.
-        ConfigurationError: an `ALLNORM_*` variable is misspelled or wrong.
+        ValueError, TypeError: an argument is wrong, or ranks pass different arguments or have
+            different builds; raised on every rank, with the values of each.
+        ConfigurationError: an `ALLNORM_*` variable is misspelled or invalid.
         NativeLibraryError: the backend's library is missing or cannot be loaded.
-        AllnormError: another rank failed to create its part. Every rank raises if one does.
-        PeerTimeoutError: another rank did not come within `timeout`.
+        AllnormError: another rank failed; every rank raises if one does.
+        PeerTimeoutError: another rank did not arrive within `timeout`.
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class Communicator:
         dependent_launch: bool = True,
         first_op: int = 0,
     ) -> None:
-        # Half of what allnorm loads, which a process that opens no communicator goes without.
+        # Imported here: half of allnorm, which a process without communicators does not load.
         from allnorm.core.opening import Settings
 
         settings = Settings(
@@ -146,22 +141,18 @@ class Communicator:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
     ) -> Communicator:
-        """The one communicator of a group and device, made with default arguments when needed.
+        """Returns the communicator of a group and device; creates it, with defaults, if needed.
 
-        Threads that ask for it get the same one, and must take turns: those that are independent
-        take a process group each. It is closed with its process group, by
-        `dist.destroy_process_group()`, or when the interpreter exits. After an explicit `close()`
-        the next call makes another.
+        Threads that ask for the same one get the same object and must take turns; independent
+        threads need a process group each. It is closed by `dist.destroy_process_group()`, or when
+        the interpreter exits. The first call after an explicit `close()` creates a new one.
+        Collective if it creates one.
 
         Args:
-            group: process group, or DeviceMesh of one dimension; None is the default group.
-            device: device of the tensors; None is the current CUDA device, or the CPU if there is
-                none.
+            group: process group, or DeviceMesh of one dimension; None: the default group.
+            device: device of the tensors; None: the current CUDA device, or the CPU without CUDA.
 
-        Returns:
-            The same object for the same group and device.
-
-        Raises what the constructor does. Collective when it makes one, not otherwise.
+        Raises the errors of the constructor.
         """
         comm = cls._for_group(group, device)
         assert comm is not None
@@ -171,38 +162,38 @@ class Communicator:
     def _for_group(
         cls, group: Any, device: Any, unless: Callable[[], bool] | None = None
     ) -> Communicator | None:
-        """As `for_group`; None where it would have to make one and `unless` returns True."""
+        """Acts as `for_group`, but returns None instead of creating one if `unless()` is true."""
         resolved = resolve_group(group)
-        place = resolve_device(device)
-        comm = registry.find_of_group(resolved, place)
+        resolved_device = resolve_device(device)
+        comm = registry.find_of_group(resolved, resolved_device)
         if comm is not None or (unless is not None and unless()):
             return comm
         from allnorm.core.opening import Settings
 
         def make() -> Communicator:
             made = cls.__new__(cls)
-            made._open_with(resolved, Settings(device=place), named_as_group=True)
+            made._open_with(resolved, Settings(device=resolved_device), named_as_group=True)
             return made
 
-        return registry.make_of_group(resolved, place, make)
+        return registry.make_of_group(resolved, resolved_device, make)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group; None after `close()` and when it was destroyed."""
+        """The process group; None after `close()` and after the group was destroyed."""
         return self._endpoint.group  # type: ignore[return-value]
 
     @property
     def islands(self) -> Islands:
-        """The ranks of each island in rising order, islands in the order of their lowest ranks."""
+        """The islands: the ranks of each, ascending, sorted by their lowest ranks."""
         return self._endpoint.chooser.traits.islands
 
     @property
     def traits(self) -> policy.Traits:
-        """What decides about algorithms, the same on every rank."""
+        """The properties that the choice of the algorithm depends on, equal on every rank."""
         return self._endpoint.chooser.traits
 
     def _runner(self, x: object) -> Runner:
-        """Returns what runs a call of `x`: the dispatcher, or operators for a tracer to see."""
+        """Returns the runner of calls of `x`: the dispatcher, or torch operators while tracing."""
         return traced.Operators(self) if is_traced(x) else self._dispatcher
 
     # ---- calls ----------------------------------------------------------------------------------
@@ -210,7 +201,7 @@ class Communicator:
     def all_reduce(
         self, x: torch.Tensor, *, algorithm: str = "auto", out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Sum of all ranks' `x` in rank order, accumulated in float32 and rounded once.
+        """Sums `x` over the ranks, in rank order in float32, and rounds once.
 
         PyTorch equivalent, up to the order and rounding of the sum::
 
@@ -218,23 +209,22 @@ class Communicator:
 
         Args:
             x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided. Not modified.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
-                "hierarchical" or "unfused"; the bits are the same.
-            out: result, like `x`; may be `x` itself.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; over several islands
+                "hierarchical" or "unfused". Results are bit-identical.
+            out: preallocated result, like `x`; may be `x` itself.
 
         Returns:
-            The reduced tensor, contiguous unless `out` is given; the same bits on every rank.
+            The sum, bit-identical on every rank; contiguous unless `out` is given.
 
         Raises:
-            ValueError, TypeError: wrong arguments; every rank refuses alike.
-            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
-                run.
-            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            ValueError, TypeError: wrong arguments; raised on every rank.
+            UnsupportedError: the dtype is unsupported, or the algorithm cannot run this shape.
+            PeerTimeoutError: an earlier call (on CPU also this one) timed out waiting for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronization, no allocation
-        but the result ("unfused" also gathers the inputs). Traced (torch.compile, torch.export,
-        make_fx), the result is copied to `out`.
+        Collective. Safe in CUDA graphs and under torch.compile. It does not synchronize, and
+        allocates only the result ("unfused" also gathers the inputs). While it is traced
+        (torch.compile, torch.export, make_fx), the result is copied to `out`.
         """
         result: torch.Tensor = self._runner(x).call(
             op="all_reduce", source=x, algorithm=algorithm, out=out
@@ -257,51 +247,51 @@ class Communicator:
         out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
     ) -> tuple[Any, torch.Tensor]:
-        """All-reduce, residual add and RMSNorm in one launch.
+        """Reduces `x` over the ranks, adds the residual and applies RMSNorm in one launch.
 
         PyTorch equivalent, up to the order of sums::
 
             dist.all_reduce(x)
-            residual_out = x + residual  # scale * post_norm(x) + residual, where they are given
+            residual_out = x + residual  # with post_norm, scale: scale * post_norm(x) + residual
             normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
 
         Args:
-            x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may
+            x: [..., hidden_size], float32, float16 or bfloat16: this rank's partial sum; rows may
                 be strided. Not modified unless it is also `out`. Or an `ExpertSum`, which is summed
-                first; below, "like `x`" is then [num_tokens, hidden_size] in the dtype of its rows.
-            residual: like `x`, the same values on every rank; None adds nothing.
-            weight: [hidden_size], dtype of `x` or float32. None, with `post_norm`: there is no
+                first; then "like `x`" below means [num_tokens, hidden_size] in the dtype of its
+                rows.
+            residual: like `x`, equal on every rank; None: nothing is added.
+            weight: [hidden_size], dtype of `x` or float32. With `post_norm` it may be None: no
                 second norm.
             eps: added to the mean square, as float32.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
-            numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
-                "hierarchical" or "unfused"; the bits are the same.
-            residual_sharded: `residual` and `residual_out` are this rank's rows only,
-                [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
-            post_norm: the norm that the reduced sum goes through before the residual is added
-                (Gemma 2 to 4, GLM-4, EXAONE 4, OLMo 2); the same on every rank.
-            scale: what the reduced sum, or its post norm, is multiplied by before the residual is
-                added, as float32 (Granite, MiniCPM).
+            numerics: "rounded", "unrounded", "transformers" or "vllm"; None: the communicator's.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; over several islands
+                "hierarchical" or "unfused". Results are bit-identical.
+            residual_sharded: whether `residual` and `residual_out` are only this rank's rows,
+                [hi - lo, hidden_size] of `row_shard()`. Not with "one_shot".
+            post_norm: norm of the reduced sum before the residual add (Gemma 2 to 4, GLM-4,
+                EXAONE 4, OLMo 2); the same on every rank.
+            scale: factor of the reduced sum, or of its post norm, before the residual add, as
+                float32 (Granite, MiniCPM).
             out: preallocated `normed`; may be `x` itself.
             residual_out: preallocated `residual_out`; may be `residual` itself.
 
         Returns:
-            (normed, residual_out), contiguous and of the shape of `x` unless preallocated or
-            sharded; `normed` is complete, and None without a weight. The same bits on every rank,
-            for every algorithm and batch.
+            (normed, residual_out), in the shape of `x` unless sharded, contiguous unless
+            preallocated. `normed` has all rows, and is None without a weight. Results are
+            bit-identical on every rank, for every algorithm and batch.
 
         Raises:
-            ValueError, TypeError: wrong arguments; every rank refuses alike.
-            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
-                run.
-            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            ValueError, TypeError: wrong arguments; raised on every rank.
+            UnsupportedError: the dtype is unsupported, or the algorithm cannot run this shape.
+            PeerTimeoutError: an earlier call (on CPU also this one) timed out waiting for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronization, no allocation
-        but the results ("unfused" also gathers the inputs). For inference: results carry no
-        gradient. Traced (torch.compile, torch.export, make_fx), results are copied to `out` and
-        `residual_out`.
+        Collective. Safe in CUDA graphs and under torch.compile. It does not synchronize, and
+        allocates only the results ("unfused" also gathers the inputs). For inference: results have
+        no gradient. While it is traced (torch.compile, torch.export, make_fx), results are copied
+        to `out` and `residual_out`.
         """
         results: tuple[Any, torch.Tensor] = self._runner(x).call(
             op="all_reduce_add_rms_norm",
@@ -340,56 +330,50 @@ class Communicator:
         residual_out: torch.Tensor | None = None,
         normed_out: torch.Tensor | None = None,
     ) -> QuantizedNorm:
-        """All-reduce, residual add, RMSNorm and quantization to FP8 in one launch.
+        """Runs `all_reduce_add_rms_norm` and quantizes its result, in one launch.
 
-        The bytes are those of quantizing the result of `all_reduce_add_rms_norm` afterwards.
-        PyTorch equivalent for one scale a row, up to the order of sums::
+        Bit-identical to quantizing afterwards. PyTorch equivalent with one scale per row, up to the
+        order of sums::
 
             normed, residual_out = comm.all_reduce_add_rms_norm(x, residual, weight, eps)
             scale = normed.float().abs().amax(-1, keepdim=True) / 448
             quantized = (normed.float() / scale).to(torch.float8_e4m3fn)
 
         Args:
-            x: [..., hidden_size], float32, float16 or bfloat16, this rank's partial sum; rows may
-                be strided. Not modified unless it is also `normed_out`. Or an `ExpertSum`, which is
-                summed first.
-            residual: like `x`, the same values on every rank; None adds nothing.
+            x: as for `all_reduce_add_rms_norm`; not modified unless it is also `normed_out`.
+            residual: like `x`, equal on every rank; None: nothing is added.
             weight: [hidden_size], dtype of `x` or float32.
             eps: added to the mean square, as float32.
             quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`; the same on
                 every rank.
-            return_normed: whether the rows before quantization are wanted too.
+            return_normed: whether to return the rows before quantization too.
             weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
-            numerics: "rounded", "unrounded", "transformers" or "vllm"; None is the communicator's.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused", over several islands
-                "hierarchical" or "unfused"; the bits are the same.
-            residual_sharded: `residual` and the returned one are this rank's rows only,
-                [hi - lo, hidden_size] of `row_shard()`. Not by "one_shot".
-            post_norm: the norm that the reduced sum goes through before the residual is added.
-            scale: what the reduced sum, or its post norm, is multiplied by first, as float32.
+            numerics: "rounded", "unrounded", "transformers" or "vllm"; None: the communicator's.
+            algorithm: as for `all_reduce_add_rms_norm`.
+            residual_sharded: whether the given and the returned residual are only this rank's rows.
+            post_norm: norm of the reduced sum before the residual add.
+            scale: factor of the reduced sum, or of its post norm, as float32.
             quantized_out: preallocated `quantized`.
-            scale_out: preallocated `scale`, as `allnorm.quant.empty_scale` makes it.
+            scale_out: preallocated `scale`, from `allnorm.quant.empty_scale`.
             residual_out: preallocated `residual`; may be the given `residual` itself.
             normed_out: preallocated `normed`, which is then returned; may be `x` itself.
 
         Returns:
-            QuantizedNorm(quantized, scale, residual, normed): float8_e4m3fn of the shape of `x`, of
-            an NvFp4 uint8 half as wide;
-            its scales as `quant` says, of an Fp8PerTensor the given one; the new residual; and the
-            normed rows in the dtype of `x`, or None. `quantized`, `scale` and `normed` are complete
-            and the same bits on every rank, for every algorithm and batch.
+            QuantizedNorm(quantized, scale, residual, normed): `quantized` is float8_e4m3fn in the
+            shape of `x`, for NvFp4 uint8 of half the width. `scale` is as `quant` describes, for
+            Fp8PerTensor the given tensor. `normed` is in the dtype of `x`, or None. All but a
+            sharded residual have all rows, bit-identical on every rank, for every algorithm and
+            batch.
 
         Raises:
-            ValueError, TypeError: wrong arguments; every rank refuses alike.
-            UnsupportedError: the requested algorithm cannot run this shape, the dtype cannot run,
-                or hidden_size does not consist of whole groups.
-            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            ValueError, TypeError: wrong arguments; raised on every rank.
+            UnsupportedError: the dtype is unsupported, the algorithm cannot run this shape, or
+                hidden_size is not a multiple of the group size.
+            PeerTimeoutError: an earlier call (on CPU also this one) timed out waiting for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronization, no allocation
-        but the results ("unfused" also gathers the inputs). For inference: results carry no
-        gradient. Traced (torch.compile, torch.export, make_fx), results are copied to preallocated
-        ones, and `scale_out` is refused.
+        Collective. Graphs, tracing, allocation and gradients as for `all_reduce_add_rms_norm`; a
+        traced call does not support `scale_out`.
         """
         results = self._runner(x).call(
             op="all_reduce_add_rms_norm_quant",
@@ -420,34 +404,31 @@ class Communicator:
         algorithm: str = "auto",
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """All ranks' rows of a sharded residual.
+        """Gathers all ranks' rows of a sharded residual.
 
-        PyTorch equivalent, if every rank has equally many rows::
+        PyTorch equivalent, if every rank has the same number of rows::
 
             dist.all_gather_into_tensor(out, residual_shard)
 
         Args:
             residual_shard: this rank's rows, [hi - lo, hidden_size] of `row_shard(num_tokens)`,
                 float32, float16 or bfloat16; rows may be strided. Not modified.
-            num_tokens: rows in all.
-            algorithm: "auto", "two_shot" or "unfused", over several islands "hierarchical" or
-                "unfused"; the bits are the same.
-            out: result, [num_tokens, hidden_size].
+            num_tokens: total number of rows.
+            algorithm: "auto", "two_shot" or "unfused"; over several islands "hierarchical" or
+                "unfused". Results are bit-identical.
+            out: preallocated result, [num_tokens, hidden_size].
 
         Returns:
-            [num_tokens, hidden_size], contiguous unless `out` is given; the same bits on every
-            rank.
+            [num_tokens, hidden_size], bit-identical on every rank; contiguous unless `out` is
+            given.
 
         Raises:
-            ValueError, TypeError: wrong arguments, such as a shard of another height.
-            UnsupportedError: the requested algorithm cannot run this shape, or the dtype cannot
-                run.
-            PeerTimeoutError: an earlier call (on CPU: this one) waited in vain for a peer.
+            ValueError, TypeError: wrong arguments, such as a wrong number of rows.
+            UnsupportedError: the dtype is unsupported, or the algorithm cannot run this shape.
+            PeerTimeoutError: an earlier call (on CPU also this one) timed out waiting for a peer.
             CommunicatorClosedError: after `close()`.
 
-        Collective. Safe in CUDA graphs and under torch.compile; no synchronization, no allocation
-        but the result. Traced (torch.compile, torch.export, make_fx), the result is copied to
-        `out`.
+        Collective. Graphs, tracing and allocation as for `all_reduce`.
         """
         result: torch.Tensor = self._runner(residual_shard).call(
             op="all_gather_rows",
@@ -459,13 +440,13 @@ class Communicator:
         return result
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:
-        """This rank's rows of a sharded residual. Pure, not collective.
+        """Returns this rank's rows of a sharded residual. Pure, not collective.
 
-        Contiguous blocks in rank order; the first `num_tokens % world_size` ranks have one row
-        more.
+        Ranks hold contiguous blocks in rank order; the first `num_tokens % world_size` ranks have
+        one row more.
 
         Args:
-            num_tokens: rows in all: the product of the leading dimensions of `x`.
+            num_tokens: total number of rows: the product of the leading dimensions of `x`.
 
         Returns:
             (lo, hi): rows lo to hi - 1. The shard is [hi - lo, hidden_size].
@@ -494,80 +475,65 @@ class Communicator:
         scale: float = 1.0,
         experts: bool = False,
     ) -> Plan:
-        """Returns what a call that ends with a norm will do, or raises what that call raises.
+        """Returns how a call with a norm would run, or raises what that call would raise.
 
         Pure, not collective, the same on every rank.
 
         Args:
-            num_tokens: rows, >= 0.
-            hidden_size: columns, >= 1.
+            num_tokens: number of rows, >= 0.
+            hidden_size: number of columns, >= 1.
             dtype: dtype of `x`.
-            quant: how the call quantizes; None: not at all.
-            residual_sharded: whether each rank holds its own rows of the residual only.
+            quant: spec of the quantization; None: not quantized.
+            residual_sharded: whether each rank holds only its own rows of the residual.
             return_normed: whether a quantized call returns `normed` too.
-            algorithm: what the call would ask for.
-            post_norm: the norm in front of the residual add.
-            scale: of the reduced sum. Neither changes the algorithm.
-            experts: whether `x` is an `ExpertSum`, which does not change the algorithm either.
+            algorithm: the requested algorithm.
+            post_norm: norm before the residual add; does not affect the algorithm.
+            scale: factor of the reduced sum; does not affect the algorithm.
+            experts: whether `x` is an `ExpertSum`; does not affect the algorithm.
 
         Returns:
-            The algorithm, the reason in one sentence, the number of launches, and whether a tuned
-            table, the one that is shipped, or the built-in rule decided.
+            The algorithm, the reason in one sentence, the number of launches, and the source of the
+            decision: a tuned table, a shipped table, or the built-in rule.
 
         Raises:
             ValueError, TypeError: wrong arguments.
-            UnsupportedError: no call of this dtype or width, or with these groups, can run; or
-                `algorithm` names one that cannot run it.
+            UnsupportedError: no call with this dtype, width or group size can run, or the requested
+                algorithm cannot.
             CommunicatorClosedError: after `close()`.
         """
         self._endpoint.check_open()
-        arguments.check_count("num_tokens", num_tokens)
-        arguments.check_count("hidden_size", hidden_size, least=1)
-        arguments.check_dtype("dtype", dtype)
-        arguments.check_algorithm(algorithm)
-        arguments.check_width("x", hidden_size)
-        if not isinstance(experts, bool):
-            raise TypeError(f"experts={experts!r}: expected True or False.")
-        shape = (num_tokens, 1, hidden_size) if experts else (num_tokens, hidden_size)
-        x = torch.empty(shape, dtype=dtype, device="meta")
-        weight = x.new_empty(hidden_size)
-        call = Call(
-            op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
-            source=ExpertSum(x) if experts else x,
-            weight=weight,
-            algorithm=algorithm,
+        call = arguments.check_planned(
+            num_tokens,
+            hidden_size,
+            dtype,
+            experts,
+            quant=quant,
             residual_sharded=residual_sharded,
+            return_normed=return_normed,
+            algorithm=algorithm,
             post_norm=post_norm,
             scale=scale,
-            quant=quant,
-            return_normed=return_normed,
         )
-        if post_norm is not None:
-            arguments.check_weight("post_norm.weight", post_norm.weight, weight)
-        arguments.check_norm_constants(call)
-        if quant is not None:
-            check_quant(quant)
-            check_hidden_size(quant, hidden_size)
         return self._endpoint.choose(call)
 
     def check(self) -> None:
-        """Raises what a wait recorded, else returns None. Reads host memory; never synchronizes.
+        """Raises the error of a failed wait, if there was one. Not collective; never synchronizes.
 
         Raises:
-            PeerTimeoutError: a peer did not come in time, came with another call
-                (PeerDivergedError), has closed its communicator (PeerLeftError), or its process has
-                ended (PeerDiedError) while this rank needed it; or a wait was interrupted.
-            AllnormError: CUDA refused a call of this rank (its launch, or its place among calls on
-                other streams), which its peers may have made.
+            PeerTimeoutError: this rank needed a peer that did not arrive in time, made a different
+                call (PeerDivergedError), closed its communicator (PeerLeftError) or exited
+                (PeerDiedError); or a wait was interrupted.
+            AllnormError: CUDA refused a launch of this rank, or its ordering with other streams;
+                peers may have made the call.
             CommunicatorClosedError: after `close()`.
         """
         self._endpoint.check()
 
     def stats(self) -> Stats:
-        """What this communicator has done on this rank: calls by algorithm, and what went wrong.
+        """Returns the counts of calls of this rank by algorithm, and the failure, if any.
 
-        Not collective. On CUDA it copies from the device, without waiting for what is enqueued
-        there: some 50 us. Safe while a CUDA graph is captured, of which it is no part.
+        Not collective. On CUDA it copies the counts from the device without waiting for enqueued
+        work; this takes about 50 us. During a capture it is safe, and is not captured.
 
         Raises:
             CommunicatorClosedError: after `close()`.
@@ -580,12 +546,11 @@ class Communicator:
         residual: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
-        weight_bias: float,
-        numerics: str,
+        **options: Any,
     ) -> dict[str, Callable[[], object]]:
-        """The parts of a hierarchical call, "sums", "exchange" and "rest", for benchmarks.
+        """Returns the steps "sums", "exchange" and "rest" of a hierarchical call, for benchmarks.
 
-        Each may be made again and again, by all ranks; their results are nobody's.
+        All ranks may call each step repeatedly; its result must not be used.
         """
         call = Call(
             op="all_reduce_add_rms_norm",
@@ -593,14 +558,13 @@ class Communicator:
             residual=residual,
             weight=weight,
             eps=eps,
-            weight_bias=weight_bias,
-            numerics=numerics,
             algorithm="hierarchical",
+            **options,
         )
         return self._endpoint.parts(call)
 
     def _use_tables(self, tables: tuple[policy.Table, ...]) -> None:
-        """Lets other tables decide, from the next call on; every rank must do so there."""
+        """Replaces the tuning tables for later calls; all ranks must do so before the same call."""
         self._endpoint.chooser.use_tables(tables)
         self._endpoint.dispatcher.forget()
 
@@ -609,28 +573,28 @@ class Communicator:
     def close(self) -> None:
         """Releases the workspace and `group`. Idempotent, not collective; waits for the device.
 
-        Calls of other threads end or raise CommunicatorClosedError. CUDA graphs in which calls were
-        captured may be launched afterwards, as before: by all ranks or by none. So the workspaces
-        of a communicator whose calls were captured stay until the process ends.
+        Calls of other threads end, or raise CommunicatorClosedError. CUDA graphs that captured
+        calls can still be launched afterwards, by all ranks or by none; the workspaces of such a
+        communicator are kept until the process exits.
 
         Raises:
-            AllnormError: within a call of this communicator, from a signal handler.
-            CommunicatorClosedError: this process is a fork of the communicator's.
+            AllnormError: called from a signal handler during a call of this communicator.
+            CommunicatorClosedError: this process is a fork of the communicator's process.
         """
         self._endpoint.close()
         registry.remove(self)
 
     @property
     def is_closed(self) -> bool:
-        """Whether calls are refused: after `close()`, and in a child of fork()."""
+        """Whether calls are refused: after `close()`, and in a child of `fork()`."""
         return self._endpoint.closed
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # what copy, deepcopy and pickle ask
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # called by copy, deepcopy and pickle
         raise TypeError(
             "a Communicator cannot be copied or pickled: it is one rank's end of an exchange with "
             "other processes, and a copy would release what the original uses. Pass the object "
             "itself, or its `name` to allnorm.communicator.communicator() in the same process; "
-            "other processes make their own."
+            "create a new one in other processes."
         )
 
     def __enter__(self) -> Communicator:
@@ -646,8 +610,8 @@ class Communicator:
         self.close()
 
     def __del__(self) -> None:
-        # At interpreter exit modules may be gone, contextlib among them; the system then releases
-        # the memory. And the constructor may have raised.
+        # Modules may be gone at interpreter exit, when the system releases the memory. And the
+        # constructor may have raised.
         try:
             self.close()
             self._endpoint.destroy()
@@ -660,17 +624,17 @@ class Communicator:
 
 
 def communicator(name: str, device_type: str | None = None) -> Communicator:
-    """Returns the open communicator called `name`, or else that of a process group of this name.
+    """Returns the open communicator called `name`, else that of the process group of this name.
 
-    So compiled code may come from a cache, and be run before anything has made a communicator:
-    then this is collective, as `Communicator.for_group`.
+    Cached compiled code may run before its communicator exists. Then this creates it, collectively,
+    like `Communicator.for_group`.
 
     Args:
         name: `Communicator.name`.
-        device_type: of its tensors; None if it does not matter.
+        device_type: type of its device; None: any.
 
     Raises:
-        CommunicatorClosedError: it was closed, or there is nothing of this name.
+        CommunicatorClosedError: there is no open communicator and no process group of this name.
     """
     comm = registry.find(name, device_type)
     if comm is not None:
@@ -680,6 +644,6 @@ def communicator(name: str, device_type: str | None = None) -> Communicator:
         return Communicator.for_group(group, resolve_device(device_type))
     names = sorted({other.name for other in open_communicators()})
     raise CommunicatorClosedError(
-        f"no open communicator is called {name!r}: it was closed, or belongs to another process. "
+        f"no open communicator is called {name!r}: it was closed, or is in a different process. "
         f"Open ones: {names or 'none'}."
     )

@@ -1,7 +1,7 @@
-"""A communicator's calls as functions: on the one communicator of the group and the device of `x`.
+"""The calls of a communicator as functions, which use the communicator of the group of `x`.
 
-`Communicator.for_group` makes it, with default settings, when the first call needs it, which is
-collective then. Arguments, results and errors are those of the methods; so is what help() shows.
+The first call creates it by `Communicator.for_group`, with default settings; that call is
+collective. Arguments, results, errors and help() are those of the methods.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     Group = dist.ProcessGroup | DeviceMesh | None
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_GROUP = "    group: process group, or DeviceMesh of one dimension; None is the default group.\n"
+_GROUP = "    group: process group, or DeviceMesh of one dimension; None: the default group.\n"
 
 
 def _documented(function: _Function) -> _Function:
-    """Gives a function the docstring of the method of its name, with `group` as last argument."""
+    """Copies the docstring of the method with the same name, and adds the argument `group`."""
     text = inspect.getdoc(getattr(Communicator, function.__name__)) or ""
     before, arguments, after = text.partition("Args:\n")
     listed, blank, rest = after.partition("\n\n")
@@ -48,8 +48,8 @@ def all_reduce(
     out: torch.Tensor | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """`Communicator.all_reduce` of the group's communicator."""
-    return Communicator.all_reduce(_of(group, x), x, algorithm=algorithm, out=out)
+    """Calls `Communicator.all_reduce` of the group's communicator."""
+    return Communicator.all_reduce(_communicator_of(group, x), x, algorithm=algorithm, out=out)
 
 
 @_documented
@@ -69,9 +69,9 @@ def all_reduce_add_rms_norm(
     residual_out: torch.Tensor | None = None,
     group: Group = None,
 ) -> tuple[Any, torch.Tensor]:
-    """`Communicator.all_reduce_add_rms_norm` of the group's communicator."""
+    """Calls `Communicator.all_reduce_add_rms_norm` of the group's communicator."""
     return Communicator.all_reduce_add_rms_norm(
-        *(_of(group, x), x, residual, weight, eps),
+        *(_communicator_of(group, x), x, residual, weight, eps),
         weight_bias=weight_bias,
         numerics=numerics,
         algorithm=algorithm,
@@ -104,9 +104,9 @@ def all_reduce_add_rms_norm_quant(
     normed_out: torch.Tensor | None = None,
     group: Group = None,
 ) -> QuantizedNorm:
-    """`Communicator.all_reduce_add_rms_norm_quant` of the group's communicator."""
+    """Calls `Communicator.all_reduce_add_rms_norm_quant` of the group's communicator."""
     return Communicator.all_reduce_add_rms_norm_quant(
-        *(_of(group, x), x, residual, weight, eps, quant, return_normed),
+        *(_communicator_of(group, x), x, residual, weight, eps, quant, return_normed),
         weight_bias=weight_bias,
         numerics=numerics,
         algorithm=algorithm,
@@ -129,8 +129,8 @@ def all_gather_rows(
     out: torch.Tensor | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """`Communicator.all_gather_rows` of the group's communicator."""
-    comm = _of(group, residual_shard)
+    """Calls `Communicator.all_gather_rows` of the group's communicator."""
+    comm = _communicator_of(group, residual_shard)
     return Communicator.all_gather_rows(
         comm, residual_shard, num_tokens, algorithm=algorithm, out=out
     )
@@ -138,22 +138,22 @@ def all_gather_rows(
 
 @_documented
 def row_shard(num_tokens: int, *, group: Group = None) -> tuple[int, int]:
-    """`Communicator.row_shard` of the group's communicator, which need not have been made."""
+    """Returns `Communicator.row_shard` of the group; the communicator need not exist."""
     arguments.check_count("num_tokens", num_tokens)
     ranks = _ranks(group)
     return shards.row_shard(num_tokens, ranks.world_size, ranks.rank)
 
 
 class _Ranks(NamedTuple):
-    """What a traced call needs of a communicator, which need not have been made."""
+    """The properties of a communicator that traced calls need; the communicator need not exist."""
 
     name: str
     rank: int
     world_size: int
-    numerics: str = "rounded"  # of communicators that are made with default settings
+    numerics: str = "rounded"  # the default of Communicator
 
     def _runner(self, x: object) -> Runner:
-        """Returns what runs the calls of a method of Communicator that this is passed to."""
+        """Returns the runner of the methods of Communicator that are called on this object."""
         return traced.Operators(self)
 
 
@@ -162,16 +162,15 @@ def _ranks(group: Group) -> _Ranks:
     return _Ranks(resolved.group_name, dist.get_rank(resolved), dist.get_world_size(resolved))
 
 
-# As torch.compiler.assume_constant_result() says it, for which torch loads all of its compiler.
+# The effect of torch.compiler.assume_constant_result(), which would import torch's compiler.
 _ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _of(group: Group, x: Any) -> Any:
-    """The communicator of a call, or what stands for it while the call is traced."""
+def _communicator_of(group: Group, x: Any) -> Any:
+    """Returns the communicator of a call, or a stand-in while tracing."""
     if isinstance(x, ExpertSum):
         x = x.rows
     if is_traced(x):
         return _ranks(group)
-    # What is no tensor is refused by the call itself.
-    device = x.device if isinstance(x, torch.Tensor) else None
+    device = x.device if isinstance(x, torch.Tensor) else None  # the call itself refuses others
     return Communicator._for_group(group, device, unless=is_intercepted) or _ranks(group)

@@ -1,8 +1,8 @@
-"""The order of collective operators inside Inductor.
+"""Keeps the order of collective operators in Inductor.
 
-Its scheduler moves kernels that do not depend on each other, to save memory for one. AOTAutograd's
-effect tokens end before it (in torch 2.13 the dependencies that their lowering adds are lost), and
-calls that a graph pass has put in have none. So each call depends on the one before.
+Inductor's scheduler reorders independent kernels to save memory. The effect tokens of AOTAutograd
+do not help: in torch 2.13 their dependencies are lost in the lowering, and calls that a graph pass
+inserts have none. So this lowering makes each call depend on the previous one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch._higher_order_ops.effects import with_effects
 
 _MODULE = "torch._inductor.lowering"
-# The last call in each graph that is being compiled.
+# The last call of each graph that is being compiled.
 _last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def keep_order(operators: Iterable[torch._ops.OpOverload]) -> None:
-    """Tells Inductor, if it is loaded, how to compile these. Idempotent and quick.
+    """Registers the lowerings of these operators if Inductor is loaded. Idempotent and quick.
 
-    To be called whenever one of them is traced: Inductor traces before it compiles, and importing
-    it for those who never use it would take seconds.
+    Call it whenever one of them is traced: Inductor traces before it compiles. Importing Inductor
+    here would take seconds for programs that never use it.
     """
     inductor = sys.modules.get(_MODULE)
     if inductor is None or getattr(inductor.__spec__, "_initializing", False):
@@ -46,7 +46,7 @@ def _ordered(operator: torch._ops.OpOverload, inductor: Any) -> Callable[..., An
         node = graph.current_node
         traced = node.args[2:] if node.target is with_effects else node.args
         fakes = torch.fx.node.map_arg((traced, node.kwargs), lambda source: source.meta["val"])
-        # With the strides that were traced: the kernels read rows.
+        # Keep the strides of the traced tensors, because the kernels read rows.
         args, kwargs = inductor.constrain_to_fake_tensors(args, kwargs, *fakes)
         before = len(graph.operations)
         results = fallback(*args, **kwargs)

@@ -1,14 +1,14 @@
-"""The torch operators: schemas, implementations, and what compilers must know of them.
+"""The torch operators: schemas, implementations, and their effects for compilers.
 
-Functional: they return new tensors and alias nothing. What a call does not produce is a tensor of
-no elements. A communicator is passed by its name, and a spec of quantization by its fields, since
-an operator's arguments must be traceable. The name of a process group is that of its communicator
-too, which is made when it is needed: so compiled code may come from a cache.
+The operators are functional: they return new tensors and alias nothing. An empty tensor means "no
+result". An operator's arguments must be traceable, so a communicator is passed by name and a spec
+of quantization by its fields. The name of a process group also means its communicator, which is
+created when needed, because compiled code may come from a cache.
 
-Collective operators have an effect that their results do not show: every peer waits for it. So no
-tracer or compiler may drop one whose result is unused, merge two that are alike, or change their
-order. Fakes see nothing but their arguments: what depends on the rank or the number of ranks is an
-argument, so that it is part of what a compiler's caches ask for.
+Every peer waits for a collective operator, an effect that its results do not show. So no tracer or
+compiler may drop a call with an unused result, merge two equal calls, or reorder calls. Fakes see
+only their arguments. Hence values that depend on the rank or the number of ranks are arguments,
+which makes them part of the keys of compiler caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _library = torch.library.Library("allnorm", "DEF")
 
 
 def _run(operator: Operator, *arguments: Any) -> Any:
-    """Runs a call of an operator; a tensor of no elements stands for what is no result of it."""
+    """Runs a call of an operator; an empty tensor means "no result"."""
     x = arguments[0]
     fields, comm_name, residual_rows = operator.fields(arguments)
     dispatcher = _dispatchers.get((comm_name, x.is_cuda)) or _other_dispatcher(comm_name, x)
@@ -53,7 +53,7 @@ def _run(operator: Operator, *arguments: Any) -> Any:
     if operator.is_quantized:
         quantized, scale, residual, normed = results
         if isinstance(fields["quant"], Fp8PerTensor):
-            scale = scale.new_empty(0)  # it may not return an input
+            scale = scale.new_empty(0)  # an operator must not return an input
         return quantized, scale, residual, x.new_empty(0) if normed is None else normed
     if results.__class__ is tuple and results[0] is None:
         return x.new_empty(0), results[1]
@@ -61,22 +61,22 @@ def _run(operator: Operator, *arguments: Any) -> Any:
 
 
 def _other_dispatcher(comm_name: str, x: _Tensor) -> Dispatcher:
-    """Returns that of a communicator which is not open yet; without a name, that of one rank."""
+    """Returns the dispatcher of a communicator that is not open yet, or of one rank alone."""
     if not comm_name:
         return local.dispatcher(x)
     return communicator(comm_name, x.device.type)._dispatcher
 
 
 def _check_rows(residual: _Tensor, rows: int) -> None:
-    """Raises unless the new residual has as many rows as the caller reckoned with.
+    """Raises unless the new residual has the declared number of rows.
 
-    After the call, so that other ranks, which were right, do not wait for this one.
+    This runs after the call, so that the other ranks, which were right, do not wait for this one.
     """
     found = math.prod(residual.shape[:-1])
     if found != rows:
         raise ValueError(
-            f"residual_rows={rows}: expected {found}, this rank's rows. A traced graph is for the "
-            "rank, and the number of ranks, that traced it."
+            f"residual_rows={rows}: expected {found}, the rows of this rank. A traced graph is "
+            "valid only for the rank and world size that traced it: trace it again."
         )
 
 
@@ -88,8 +88,7 @@ _is_functional: Callable[[_Tensor], bool] = torch._is_functional_tensor
 
 
 def _define(row: Operator) -> None:
-    # TorchScript drops what is unused, and merges what is alike, of operators whose schema says
-    # all.
+    # TorchScript drops unused calls and merges equal ones, unless alias analysis is conservative.
     _library.define(row.schema, "CONSERVATIVE" if row.is_collective else "")
     operator = getattr(torch.ops.allnorm, row.name).default
 
@@ -97,7 +96,7 @@ def _define(row: Operator) -> None:
         x = arguments[0]
         is_plain = x.__class__ in _PLAIN and _num_modes() == 0 and _transform() is None
         if is_plain and not _is_functional(x):
-            return _run(row, *arguments)  # which refuses what requires a gradient
+            return _run(row, *arguments)  # refuses tensors that require a gradient
         _refuse_gradients(operator, arguments)
         with _AFTER_AUTOGRAD():
             return operator(*arguments)
@@ -114,11 +113,11 @@ def _define(row: Operator) -> None:
 
 
 def _without_subclasses(arguments: tuple[Any, ...]) -> list[Any] | None:
-    """Returns the arguments with plain tensors for those of subclasses; None if none can be.
+    """Returns the arguments with plain tensors in place of subclasses; None if nothing changes.
 
-    The dispatcher has been asked before an operator runs. So a subclass without a
-    `__torch_dispatch__` of its own, such as most subclasses of Parameter, has its values in its
-    memory. Calls of methods refuse all subclasses: their `__torch_function__` was not asked.
+    The torch dispatcher runs before an operator. So a subclass without its own
+    `__torch_dispatch__`, such as most subclasses of Parameter, holds its values in its memory.
+    Methods refuse all subclasses, because their `__torch_function__` did not run.
     """
     plain = [
         argument.as_subclass(torch.Tensor)
@@ -136,7 +135,7 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def _refuse_gradients(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
-    """Raises ValueError if a gradient of a result could be asked for, in either direction."""
+    """Raises ValueError if a result would need a gradient, forward or backward."""
     names = [argument.name for argument in operator._schema.arguments]
     given = [
         (name, argument)
@@ -151,17 +150,17 @@ def _refuse_gradients(operator: torch._ops.OpOverload, arguments: tuple[Any, ...
         if found:
             raise ValueError(
                 f"{' and '.join(found)} of allnorm::{operator._opname} with {what}: expected none "
-                "while gradients are enabled, because results carry no gradient. Call it under "
-                f"{mode}, or pass detach() of them."
+                "while gradients are enabled, because results have no gradient. Call it under "
+                f"{mode}, or pass their detach()."
             )
 
 
 def _keep_in_order(operator: torch._ops.OpOverload) -> None:
-    """Makes tracers and compilers keep each call of a collective operator, and their order.
+    """Makes tracers and compilers keep every call of a collective operator, and their order.
 
-    By torch's effect tokens: AOTAutograd makes each such call need a token of the one before.
-    Passes over graphs of other tracers, which have no tokens, only remove what is unused. The order
-    inside Inductor is lowering.py's.
+    With torch's effect tokens, AOTAutograd makes each call depend on the token of the previous one.
+    Passes over graphs of other tracers, which have no tokens, only remove unused calls. Inside
+    Inductor, lowering.py keeps the order.
     """
     effects._register_effectful_op(operator, effects._EffectType.ORDERED)
     for target in (operator.overloadpacket, operator):
@@ -173,6 +172,6 @@ for _row in OPERATORS.values():
 COLLECTIVES = frozenset(
     getattr(torch.ops.allnorm, row.name).default for row in OPERATORS.values() if row.is_collective
 )
-"""The operators that are calls among ranks."""
+"""The operators that involve all ranks."""
 for _operator in COLLECTIVES:
     _keep_in_order(_operator)

@@ -1,1 +1,1 @@
-"""How a call is made. `call.py` describes one; `dispatch.py` is its way; the rest are its steps."""
+"""The steps of a call: `call.py` describes a call, and `dispatch.py` runs the steps in order."""

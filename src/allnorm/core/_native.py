@@ -1,4 +1,4 @@
-"""ctypes binding of the C ABI (csrc/allnorm.h). Nothing here knows torch."""
+"""ctypes binding of the C ABI (csrc/allnorm.h). Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SCALE_FORMAT = {name: code for code, name in enumerate(names.SCALE_FORMATS)}
 # AllnormCallFlags
 RESIDUAL_SHARDED, SCALED, NO_NORM, SWIZZLED_SCALES, ISLAND_SUMS, ANNOUNCEMENT = 2, 4, 8, 16, 32, 64
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
-NO_SHAPE = 0xFFFFFFFF  # where a CallShape would be: none was announced
-MISSING_CALL = 0xFFFFFFFE  # likewise: the rank could not make the call
+NO_SHAPE = 0xFFFFFFFF  # in place of a CallShape: no call was announced
+MISSING_CALL = 0xFFFFFFFE  # in place of a CallShape: the rank could not launch its call
 
 _c_int32, _c_int64, _c_uint32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _pointer = ctypes.c_void_p
@@ -37,7 +37,7 @@ def _fields(type_: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class Call(ctypes.Structure):
-    """Mirror of AllnormCall."""
+    """The C struct AllnormCall."""
 
     _fields_ = [
         *_fields(_c_uint32, "struct_bytes"),
@@ -65,7 +65,7 @@ class Call(ctypes.Structure):
 
 
 class Fault(ctypes.Structure):
-    """Mirror of AllnormFault."""
+    """The C struct AllnormFault."""
 
     _fields_ = [
         *_fields(_c_int32, "status rank peer"),
@@ -75,13 +75,13 @@ class Fault(ctypes.Structure):
 
 
 class Stats(ctypes.Structure):
-    """Mirror of AllnormStats."""
+    """The C struct AllnormStats."""
 
     _fields_ = _fields(ctypes.c_uint64, "one_shot two_shot")
 
 
 class CommConfig(ctypes.Structure):
-    """Mirror of AllnormCommConfig."""
+    """The C struct AllnormCommConfig."""
 
     _fields_ = [
         *_fields(_c_uint32, "struct_bytes"),
@@ -94,13 +94,18 @@ class CommConfig(ctypes.Structure):
 
 
 class DeviceCode(ctypes.Structure):
-    """Mirror of AllnormDeviceCode."""
+    """The C struct AllnormDeviceCode."""
 
     _fields_ = [*_fields(_c_int32, "capability compiled_for"), *_fields(_c_int64, "max_row_bytes")]
 
 
+def _out(value: Any) -> Any:
+    """Returns the address of an output argument."""
+    return _pointer(ctypes.addressof(value))
+
+
 class Library:
-    """One loaded backend. Methods are the C functions with the prefix taken off."""
+    """One loaded backend. Its methods are the C functions without their prefix."""
 
     def __init__(self, path: pathlib.Path) -> None:
         try:
@@ -137,26 +142,26 @@ class Library:
         return function
 
     def _ask(self, name: str, *arguments: Any) -> int:
-        """Calls a function of the system's with its typed arguments; raises OSError if it fails."""
+        """Calls a C function with arguments of ctypes types; raises OSError if it fails."""
         status = int(self._bind(name, *map(type, arguments))(*arguments))
         if status not in (OK, BUSY):
             raise OSError(self.last_error())
         return status
 
     def last_error(self) -> str:
-        """What went wrong in this thread's last failing call."""
+        """Returns the error text of this thread's last failed call."""
         return (self._last_error() or b"").decode(errors="replace")
 
     def build_info(self) -> dict[str, Any]:
-        """The build: backend, version, compilers, architectures."""
+        """Returns backend, version, compilers and architectures of the build."""
         return dict(json.loads(self._build_info()))
 
     def set_interrupt(self, look: int) -> None:
-        """CPU library only: the C function that threads call now and then while they wait."""
+        """Sets the C function that waiting threads call periodically. CPU library only."""
         self._bind("set_interrupt", _pointer)(look)
 
     def set_beat(self, handle: int, address: int) -> None:
-        """CPU library only: where waits of a communicator store the time; 0: nowhere."""
+        """Sets the address where waits of a communicator store the time; 0: none. CPU only."""
         try:
             function = self._bind("comm_set_beat", _pointer, _pointer)
         except AttributeError as error:
@@ -178,30 +183,27 @@ class Library:
 
     def _shm_map(self, function: str, name: str, num_bytes: int) -> int:
         address = _pointer()
-        self._ask(
-            *(function, ctypes.c_char_p(name.encode()), _c_int64(num_bytes)),
-            _pointer(ctypes.addressof(address)),
-        )
+        self._ask(function, ctypes.c_char_p(name.encode()), _c_int64(num_bytes), _out(address))
         return int(address.value or 0)
 
     def shm_unlink(self, name: str) -> None:
-        """Removes the name; mappings stay."""
+        """Removes the name; mappings stay valid."""
         self._ask("shm_unlink", ctypes.c_char_p(name.encode()))
 
     def shm_unmap(self, address: int, num_bytes: int) -> None:
-        """Unmaps what `shm_create` or `shm_open` mapped."""
+        """Unmaps memory of `shm_create` or `shm_open`."""
         self._ask("shm_unmap", _pointer(address), _c_int64(num_bytes))
 
     # CUDA library only.
 
     def device_code(self, device: int) -> DeviceCode:
-        """What the kernels can do that the driver has loaded on a device. Makes a context there."""
+        """Returns the limits of the kernels that the driver loaded. Creates a CUDA context."""
         code = DeviceCode()
-        self._ask("device_code", _c_int32(device), _pointer(ctypes.addressof(code)))
+        self._ask("device_code", _c_int32(device), _out(code))
         return code
 
     def stream_lasts(self, stream: int) -> None:
-        """Notes that a CUDA stream is there as long as the process."""
+        """Tells the library that a CUDA stream is never destroyed."""
         self._bind("stream_lasts", _pointer)(stream)
 
     # Device memory shared between processes, CUDA library only.
@@ -209,50 +211,39 @@ class Library:
     def ipc_create(self, device: int, num_bytes: int) -> tuple[int, bytes]:
         """Allocates device memory; returns its address and the handle for other processes."""
         address, handle = _pointer(), ctypes.create_string_buffer(_IPC_HANDLE_BYTES)
-        self._ask(
-            *("ipc_create", _c_int32(device), _c_int64(num_bytes)),
-            *(_pointer(ctypes.addressof(address)), _pointer(ctypes.addressof(handle))),
-        )
+        size = _c_int64(num_bytes)
+        self._ask("ipc_create", _c_int32(device), size, _out(address), _out(handle))
         return int(address.value or 0), handle.raw
 
     def ipc_open(self, device: int, handle: bytes) -> int:
         """Maps a peer's device memory; returns its address here."""
         address = _pointer()
-        self._ask(
-            *("ipc_open", _c_int32(device), ctypes.c_char_p(handle)),
-            _pointer(ctypes.addressof(address)),
-        )
+        self._ask("ipc_open", _c_int32(device), ctypes.c_char_p(handle), _out(address))
         return int(address.value or 0)
 
     def ipc_probe(self, device: int, rank: int, addresses: list[int]) -> None:
         """Stores a word into the workspace of every peer."""
         array = (_pointer * len(addresses))(*addresses)
-        self._ask(
-            *("ipc_probe", _c_int32(device), _c_int32(rank), _c_int32(len(addresses))),
-            _pointer(ctypes.addressof(array)),
-        )
+        numbers = _c_int32(device), _c_int32(rank), _c_int32(len(addresses))
+        self._ask("ipc_probe", *numbers, _out(array))
 
     def ipc_probed(
         self, device: int, rank: int, world_size: int, address: int, timeout_ns: int
     ) -> list[int]:
-        """Returns the peers whose word has not arrived in the own workspace at `address`."""
+        """Returns the peers from which no word has arrived in the own workspace at `address`."""
         missing = _c_uint32()
-        self._ask(
-            *("ipc_probed", _c_int32(device), _c_int32(rank), _c_int32(world_size)),
-            *(_pointer(address), _c_int64(timeout_ns), _pointer(ctypes.addressof(missing))),
-        )
+        numbers = _c_int32(device), _c_int32(rank), _c_int32(world_size)
+        self._ask("ipc_probed", *numbers, _pointer(address), _c_int64(timeout_ns), _out(missing))
         return [peer for peer in range(world_size) if missing.value >> peer & 1]
 
     def ipc_leave(self, device: int, rank: int, addresses: list[int]) -> None:
         """Tells the peers that this rank has left, and unmaps their memory; 0 is skipped."""
         array = (_pointer * len(addresses))(*addresses)
-        self._ask(
-            *("ipc_leave", _c_int32(device), _c_int32(rank), _c_int32(len(addresses))),
-            _pointer(ctypes.addressof(array)),
-        )
+        numbers = _c_int32(device), _c_int32(rank), _c_int32(len(addresses))
+        self._ask("ipc_leave", *numbers, _out(array))
 
     def ipc_free(self, device: int, rank: int, world_size: int, address: int) -> bool:
-        """Frees own memory; False while a peer may still have it mapped."""
+        """Frees own memory; returns False while a peer may still map it."""
         numbers = _c_int32(device), _c_int32(rank), _c_int32(world_size)
         return self._ask("ipc_free", *numbers, _pointer(address)) == OK
 
@@ -262,7 +253,7 @@ def _library_path(backend: str) -> pathlib.Path:
 
 
 def available_backends() -> list[str]:
-    """The backends that this installation contains."""
+    """Returns the backends that this installation contains."""
     return [backend for backend in ("cpu", "cuda") if _library_path(backend).exists()]
 
 
@@ -271,7 +262,7 @@ def library(backend: str) -> Library:
     """Loads the library of "cpu" or "cuda" once.
 
     Raises:
-        NativeLibraryError: it is not part of this installation, or cannot be loaded.
+        NativeLibraryError: it is not installed, or cannot be loaded.
     """
     path = _library_path(backend)
     if not path.exists():
@@ -318,7 +309,7 @@ def built_commit() -> str | None:
 
 
 def raise_status(library: Library, status: int) -> None:
-    """Raises what a failing native call reported, other than a fault of a peer."""
+    """Raises the error of a failed native call, other than a fault of a peer."""
     if status == OK:
         return
     text = library.last_error()

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on a call before they make it through a process group."""
+"""Makes all ranks agree on a call before they run it through a process group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from allnorm.errors import PeerDivergedError
 
 
 def refuse(channel: Channel | None, waits: Waits) -> None:
-    """Announces that this rank refuses the call, instead of making it. Collective.
+    """Announces that this rank refuses the call. Collective.
 
-    Every rank that does not refuse raises PeerDivergedError.
+    Ranks that do not refuse raise PeerDivergedError.
     """
     if channel is not None:
         with contextlib.suppress(PeerDivergedError):
@@ -26,19 +26,19 @@ def agree(prepared: PreparedCall, channel: Channel, waits: Waits) -> None:
 
 
 def _agree(mine: Announcement, channel: Channel, waits: Waits) -> None:
-    """Raises on every rank unless all have announced the same. Collective."""
+    """Raises on every rank unless all announce the same call. Collective."""
     words = mine.words
     announced = [Announcement(tuple(theirs)) for theirs in channel.gather(words, waits)]
     others = [rank for rank, other in enumerate(announced) if other != mine]
     if not others:
-        # Once more: now every rank knows that none was interrupted while it waited for the others.
-        # Nobody could end the wait in the process group for one that will not come.
+        # A second round tells every rank that no rank was interrupted in the first. Later, nothing
+        # could end a wait of the process group for such a rank.
         channel.gather(words, waits)
         return
     rank, peer = waits.rank, others[0]
     raise PeerDivergedError(
-        f"rank {rank} does another call than rank {peer}, both through the process group. Expected "
-        f"{mine}. Seen from rank {peer}: {announced[peer]}. "
+        f"rank {rank} makes a different call than rank {peer}, both through the process group. "
+        f"Expected {mine}. Seen from rank {peer}: {announced[peer]}. "
         f"{mine.differences(rank, announced[peer], peer)}"
         "Nothing was computed: make the same call on every rank.",
         rank=rank,

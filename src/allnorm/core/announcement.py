@@ -1,8 +1,8 @@
-"""What ranks must make alike of a call, as they announce it to each other; the words for it.
+"""Announcements: what all ranks must agree on in a call, and its description in errors.
 
-Fused calls announce a CallTag (csrc/protocol/call_tag.h), which has some of it as a hash only;
-unfused and hierarchical ones an Announcement, which has all of it. Errors describe both with the
-same fields.
+Fused calls announce a CallTag (csrc/protocol/call_tag.h), which holds some properties only as a
+hash. Unfused and hierarchical calls announce an Announcement, which holds all of them. Errors
+describe both with the same fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPS = {
 }
 _REFUSED = -1
 _WITHOUT_NORM = " without a second norm"
-# By the `op` of a CallShape.
+# Indexed by the `op` of a CallShape.
 _TAG_QUANTS = (
     *("", "", ""),
     *(f"groups of {size}" for size in names.GROUP_SIZES),
@@ -41,7 +41,7 @@ _TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
 
 
 def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
-    """What a CallTag says of its call, by name; see CallShape in csrc/protocol/call_tag.h."""
+    """Returns the fields of a CallTag by name; see CallShape in csrc/protocol/call_tag.h."""
     op = shape >> 28
     if op == _TAG_ANNOUNCEMENT:
         return {"op": "a call through the process group"}
@@ -63,12 +63,12 @@ def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
 
 
 def is_announcement(shape: int) -> bool:
-    """Returns whether a CallTag is that of a channel, over which ranks announce other calls."""
+    """Returns whether a CallTag announces a call of a channel."""
     return shape >> 28 == _TAG_ANNOUNCEMENT
 
 
 def describe(fields: dict[str, str]) -> str:
-    """A call in words, from what `tag_fields`, or an Announcement, says of it."""
+    """Formats a call from the fields of `tag_fields` or of an Announcement."""
     rest = dict(fields)
     if len(rest) == 1:
         return rest["op"]
@@ -82,18 +82,18 @@ def describe(fields: dict[str, str]) -> str:
     if "quantization" in rest:
         wanted = "with" if rest.pop("normed") == "wanted" else "without"
         text += f", {rest.pop('quantization')}, {wanted} normed"
-    rest.pop("post norm", None)  # its eps says it
+    rest.pop("post norm", None)  # its eps implies it
     if rest.get("scale") == "1":
         del rest["scale"]
     return text + "".join(f", {name} {value}" for name, value in rest.items())
 
 
-# Fields of _native.Call that a rank may have different from its peers, and why. All others are
-# compared: a field that is added to the C call is compared too, unless it is added here.
-_CONTENTS = "an address: what tensors contain is not compared"
-_PARTIAL = "how this rank makes its partial sums, which have the same shape on every rank"
-_MEMORY = "how the memory of this rank lies"
-_SPREAD = "how a launch is spread over the GPU of this rank"
+# Fields of _native.Call that may differ between ranks, and why. All others are compared, also those
+# that are added to the C call later.
+_CONTENTS = "an address: contents of tensors are not compared"
+_PARTIAL = "how this rank computes its partial sums, which have the same shape on every rank"
+_MEMORY = "the memory layout of this rank"
+_SPREAD = "how a launch is distributed over this rank's GPU"
 LOCAL = {
     **dict.fromkeys(("x", "residual_out", "quantized", "scale", "global_scale"), _CONTENTS),
     **dict.fromkeys(("top_k", "num_rows", "expert_padding", "shared"), _PARTIAL),
@@ -104,22 +104,21 @@ LOCAL = {
 }
 _TYPES = {str(name): type_ for name, type_, *_ in _native.Call._fields_ if name not in LOCAL}
 FIELDS = tuple(_TYPES)
-"""The fields of _native.Call that are compared, each in one word of an Announcement."""
+"""The compared fields of _native.Call; an Announcement has one word for each."""
 _READ: dict[str, Callable[[PreparedCall], int]] = {
     "algorithm": lambda prepared: names.REQUESTS.index(prepared.plan.algorithm),
-    # Not its address: memory without rows has none.
+    # Not its address, which is 0 for memory without rows.
     "out": lambda prepared: any(r is not None and r.field == "out" for r in prepared.results),
 }
-"""How fields are read for which the C call does not suffice."""
+"""Functions for fields that the C call does not show."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """A call in whole numbers, as ranks compare it before they use the process group.
+    """A call as integers, which ranks compare before they use the process group.
 
     Attributes:
-        words: one for each of FIELDS: a number as it is, the bits of a float32, and 1 for a tensor
-            that is given.
+        words: one per field of FIELDS: an integer, the bits of a float32, or 1 for a given tensor.
     """
 
     words: tuple[int, ...]
@@ -131,7 +130,7 @@ class Announcement:
 
     @classmethod
     def of_refusal(cls) -> Announcement:
-        """Returns the announcement of a rank that has refused its call."""
+        """Returns the announcement of a rank that refuses its call."""
         return cls((_REFUSED,) * len(FIELDS))
 
     def __getitem__(self, field: str) -> int:
@@ -140,17 +139,17 @@ class Announcement:
 
     @classmethod
     def of_words(cls, words: Sequence[int]) -> Announcement | None:
-        """Returns the announcement of these words; None if ranks tell each other something else."""
+        """Returns the announcement with these words; None if they do not announce a call."""
         is_call = words[0] in (ctypes.sizeof(_native.Call), _REFUSED)
         return cls(tuple(words)) if is_call else None
 
     @property
     def is_refusal(self) -> bool:
-        """Returns whether the rank has refused its call."""
+        """Whether the rank refuses its call."""
         return self["op"] == _REFUSED
 
     def tagged(self) -> dict[str, str]:
-        """The fields that the CallTag of such a call has, but the algorithm; as `tag_fields`."""
+        """Returns the fields of `tag_fields` for such a call, without the algorithm."""
         fields = {
             "op": _OPS[self["op"]]
             + ("_quant" if self["quant"] else "")
@@ -170,7 +169,7 @@ class Announcement:
         return fields
 
     def hashed(self) -> dict[str, str]:
-        """The fields that a CallTag has as a hash, or as bits that a fault does not keep."""
+        """Returns the fields that a CallTag holds only as a hash, or that a fault does not keep."""
         if self["op"] != _native.ADD_RMS_NORM:
             return {}
         fields = {
@@ -191,7 +190,7 @@ class Announcement:
         return fields
 
     def described(self) -> dict[str, str]:
-        """Returns all fields, by the names that errors have for them."""
+        """Returns all fields by their names in errors."""
         if self.is_refusal:
             return {"op": "no call, it has refused it"}
         algorithm = names.REQUESTS[self["algorithm"]]
@@ -204,13 +203,7 @@ class Announcement:
         return describe(self.described())
 
     def differences(self, rank: int, other: Announcement, peer: int) -> str:
-        """Returns what differs from the call of another rank; empty if one refused its call.
-
-        Args:
-            rank: whose call this is.
-            other: the call of `peer`.
-            peer: another rank.
-        """
+        """Describes how this call of `rank` differs from that of `peer`; empty after a refusal."""
         if self.is_refusal or other.is_refusal:
             return ""
         raw = [dict(zip(FIELDS, map(str, call.words), strict=True)) for call in (self, other)]
@@ -220,7 +213,7 @@ class Announcement:
 
 
 def differences(mine: dict[str, str], rank: int, theirs: dict[str, str], peer: int) -> str:
-    """Returns which fields of two calls differ, as a sentence; empty if none does."""
+    """Describes which fields of two calls differ, as a sentence; empty if none does."""
     texts = [
         f"{name} is {text} on rank {rank} and {theirs[name]} on rank {peer}"
         for name, text in mine.items()
@@ -239,7 +232,7 @@ def _word(prepared: PreparedCall, name: str) -> int:
 
 
 def _text_of(bits: int) -> str:
-    """The float32 in as few digits as tell it from any other."""
+    """Formats a float32 with the fewest digits that identify it."""
     number = struct.unpack("=f", struct.pack("=I", bits))[0]
     texts = (f"{number:.{digits}g}" for digits in range(1, 9))
     exact = (text for text in texts if ctypes.c_float(float(text)).value == number)

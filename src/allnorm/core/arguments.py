@@ -1,13 +1,13 @@
-"""Checks of the arguments of a call, and the tensors' shapes as the kernels see them.
+"""Checks of the arguments of a call.
 
-`check_alike` looks only at what all ranks pass alike, so that either every rank refuses or none
-does. `check_own` and the checks of preallocated memory look at what a rank alone may see, such as
-where its memory lies: a rank that refuses there tells its peers (Endpoint.refuse).
+`check_alike` checks only what is equal on all ranks, so that either every rank raises or none does.
+`check_own` and the checks of preallocated memory check what may differ per rank, such as strides. A
+rank that raises there tells its peers (Endpoint.refuse).
 
-Each side owns the checks of what it is given. Python checks arguments, before ranks tell each other
-anything of a call, so that all of them refuse alike and the text names the caller's argument. The
-library checks the struct (csrc/abi/check.h), for callers of the C ABI: it never reads or writes
-where a wrong struct points. Python leaves to it what it fills in itself: alignment, strides, sizes.
+Python checks types, shapes and values: before ranks exchange anything, and with messages that name
+the caller's argument. The library checks the C struct (csrc/abi/check.h), so that a wrong struct of
+any caller of the C ABI never makes it access wrong memory. Python does not check what it computes
+itself: alignment, strides and sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from allnorm.core import _native, tensors
 from allnorm.core.call import Call
 from allnorm.errors import UnsupportedError
+from allnorm.expert_sum import ExpertSum
 from allnorm.names import NUMERICS, REQUESTS, TOP_K, check_choice
 from allnorm.quant import (
     ScaleGeometry,
@@ -33,12 +34,7 @@ DTYPES = {getattr(torch, name): code for name, code in _native.DTYPE.items()}
 
 
 def check_alike(call: Call, device: torch.device) -> None:
-    """Raises for what all ranks pass alike: constants, dtypes, shapes of whole tensors, devices.
-
-    Args:
-        call: of any kind.
-        device: where its tensors must be.
-    """
+    """Raises for errors that all ranks see: of constants, dtypes, shapes and devices."""
     if call.op == "all_gather_rows":
         check_count("num_tokens", call.num_tokens)
         check_input("residual_shard", call.x, device)
@@ -55,11 +51,11 @@ def check_alike(call: Call, device: torch.device) -> None:
 
 
 def check_own(call: Call, shard: tuple[int, int] | None) -> None:
-    """Raises for what this rank alone may see of its inputs: strides, and how many rows it has.
+    """Raises for errors that may occur on this rank only: of strides and numbers of rows.
 
     Args:
-        call: one that `check_alike` takes.
-        shard: this rank's rows, from and up to, where rows belong to ranks.
+        call: a call that passed `check_alike`.
+        shard: this rank's rows (lo, hi), if rows have owners.
     """
     if call.op == "all_gather_rows":
         check_like("residual_shard", call.x, Like.rows(call.x, shard, "num_tokens"))
@@ -75,7 +71,7 @@ def check_own(call: Call, shard: tuple[int, int] | None) -> None:
 
 
 def check_algorithm(algorithm: object) -> None:
-    """Raises ValueError unless `algorithm` is "auto" or the name of one."""
+    """Raises ValueError unless `algorithm` is "auto" or the name of an algorithm."""
     check_choice("algorithm", algorithm, REQUESTS)
 
 
@@ -100,7 +96,7 @@ def check_count(name: str, value: object, least: int = 0) -> None:
 
 
 def check_norm_constants(call: Call) -> None:
-    """Raises TypeError or ValueError for unusable constants of a norm, other than `quant`."""
+    """Raises TypeError or ValueError for invalid constants of a norm, other than `quant`."""
     check_choice("numerics", call.numerics, NUMERICS)
     for name, flag in (
         ("residual_sharded", call.residual_sharded),
@@ -132,7 +128,7 @@ def _is_float32(value: numbers.Real) -> bool:
 
 
 def check_input(name: str, x: Any, device: torch.device) -> None:
-    """Raises unless `x` is a tensor of rows that the kernels read, all but their memory."""
+    """Raises unless `x` is a tensor of rows that the kernels support; ignores its memory."""
     tensors.check_kind(name, x)
     if x.dtype not in DTYPES:
         raise UnsupportedError(
@@ -147,7 +143,7 @@ def check_input(name: str, x: Any, device: torch.device) -> None:
 
 
 def check_width(name: str, hidden_size: int) -> None:
-    """Raises UnsupportedError for rows that no call takes."""
+    """Raises UnsupportedError for rows that are too wide for any call."""
     if hidden_size > _MAX_HIDDEN_SIZE:
         raise UnsupportedError(
             f"{name} has hidden_size {hidden_size}: expected at most {_MAX_HIDDEN_SIZE}."
@@ -164,7 +160,7 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def check_last_dim(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the last dimension is contiguous. This rank alone may see it."""
+    """Raises ValueError unless the last dimension is contiguous; may raise on this rank only."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise ValueError(
             f"{name} has strides {tensor.stride()}: expected a contiguous last dimension. Call "
@@ -173,14 +169,7 @@ def check_last_dim(name: str, tensor: torch.Tensor) -> None:
 
 
 class Like(NamedTuple):
-    """What a tensor must be, beside having contiguous rows.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-        device: of the tensor.
-        source: where its shape comes from, in words.
-    """
+    """The required properties of a tensor; `source` explains the shape in messages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -189,7 +178,7 @@ class Like(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, bounds: tuple[int, int] | None) -> Like:
-        """All rows of the sum, in its shape, or with `bounds` these."""
+        """Returns the properties of all rows of the sum, or of its rows `bounds`."""
         if not call.experts:
             return cls.rows(call.x, bounds)
         if bounds is None:
@@ -198,7 +187,7 @@ class Like(NamedTuple):
 
     @classmethod
     def rows(cls, x: torch.Tensor, bounds: tuple[int, int] | None, total: str = "") -> Like:
-        """All rows of `x`, in its shape; with `bounds`, from and up to, these only, of `total`."""
+        """Returns the properties of all rows of `x`, or of the rows `bounds` of `total`."""
         if bounds is None:
             return cls(x.shape, x.dtype, x.device)
         (lo, hi), total = bounds, total or str(x.numel() // x.shape[-1])
@@ -207,9 +196,9 @@ class Like(NamedTuple):
 
 
 def check_like(name: str, tensor: Any, like: Like) -> None:
-    """Raises unless `tensor` is as `like` says.
+    """Raises unless `tensor` has these properties and contiguous rows.
 
-    Of rows that belong to this rank, and of strides, it alone may see what is wrong.
+    It may raise on this rank only: for strides, and for a shard of the wrong height.
     """
     tensors.check_kind(name, tensor)
     if tensor.shape != like.shape:
@@ -223,7 +212,7 @@ def check_like(name: str, tensor: Any, like: Like) -> None:
 
 
 def check_quantization(call: Call) -> None:
-    """Raises unless rows like those of `call.x` can be quantized as it says."""
+    """Raises unless the rows of a call can be quantized by its spec."""
     if call.writes_scale:
         check_quant(call.quant)
         assert call.quant is not None
@@ -235,9 +224,9 @@ def check_quantization(call: Call) -> None:
 
 
 def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device) -> None:
-    """Raises unless `scale` is memory of that geometry, with room for the padding.
+    """Raises unless `scale` has this layout, with memory for its padding.
 
-    This rank alone may see that there is none.
+    It may raise on this rank only.
     """
     tensors.check_kind("scale_out", scale)
     if scale.dtype != geometry.dtype:
@@ -256,31 +245,31 @@ def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device
         )
     if scale.is_neg():
         raise ValueError(
-            "scale_out stands for the negative of its memory: expected memory that is written as "
-            "it is. Make it with allnorm.quant.empty_scale()."
+            "scale_out is a negated view of its memory: expected a plain tensor. Make it with "
+            "allnorm.quant.empty_scale()."
         )
     check_writable("scale_out", scale)
     if geometry.padded and geometry.padding_rows and scale.numel():
         needed = (scale.storage_offset() + geometry.shape[1] * geometry.stride[1]) * 4
         if scale.untyped_storage().nbytes() < needed:
             raise ValueError(
-                "scale_out ends with its last row: expected memory for the padding rows of its "
-                "last column too. Make it with allnorm.quant.empty_scale()."
+                "scale_out has no memory after its last row: expected memory for the padding rows "
+                "of its last column. Make it with allnorm.quant.empty_scale()."
             )
 
 
 def check_has_norm(call: Call) -> None:
-    """Raises unless there is a norm, and one whose rows are quantized if any are."""
+    """Raises unless there is a norm, and a second one if rows are quantized or `out` is given."""
     if call.weight is None and call.post_weight is None:
-        raise TypeError("weight is None: expected a torch.Tensor, or a post_norm beside it.")
+        raise TypeError("weight is None: expected a torch.Tensor, or a post_norm.")
     if call.weight is None and call.op.endswith("_quant"):
-        raise TypeError("weight is None: expected a torch.Tensor, nothing else is quantized.")
+        raise TypeError("weight is None: expected a torch.Tensor. Only normed rows are quantized.")
     if call.weight is None and call.out is not None:
-        raise ValueError("out without a weight: there is no second norm whose result it could be.")
+        raise ValueError("out without a weight: expected None, because there is no second norm.")
 
 
 def check_norms(call: Call) -> None:
-    """Raises unless there is a norm, and the weights of all norms fit the rows."""
+    """Raises unless there is a norm and all weights match the rows."""
     check_has_norm(call)
     for name, weight in (("weight", call.weight), ("post_norm.weight", call.post_weight)):
         if weight is not None:
@@ -303,7 +292,7 @@ def check_weight(name: str, weight: Any, x: torch.Tensor) -> None:
 
 
 def check_experts(call: Call, device: torch.device) -> None:
-    """Raises for what all ranks pass alike of an ExpertSum: kinds, dtypes, devices, dimensions."""
+    """Raises for errors of an ExpertSum that all ranks see: types, dtypes, devices, dimensions."""
     check_input("rows", call.x, device)
     indexed = call.expert_index is not None
     for name, tensor, dtypes, dims in (
@@ -324,11 +313,11 @@ def check_experts(call: Call, device: torch.device) -> None:
 
 
 def check_own_experts(call: Call) -> None:
-    """Raises for what this rank alone may see of an ExpertSum: how many rows and experts it has."""
+    """Raises for errors of an ExpertSum that may occur on this rank only: numbers of rows."""
     num_tokens, hidden_size = call.shape
     if call.top_k not in TOP_K:
         raise ValueError(
-            f"top_k is {call.top_k}: expected {TOP_K[0]} to {TOP_K[-1]} choices a token."
+            f"top_k is {call.top_k}: expected {TOP_K[0]} to {TOP_K[-1]} choices per token."
         )
     choices = (num_tokens, call.top_k)
     for name, tensor, shape in (
@@ -355,9 +344,9 @@ _EXPERT_SHAPES = {
 
 
 def check_result(name: str, result: torch.Tensor, like: Like) -> None:
-    """Raises unless a preallocated result is as `like` says and can be written row by row.
+    """Raises unless a preallocated result has these properties and rows that do not overlap.
 
-    This rank alone may see what is wrong. Whether there is memory is not checked.
+    It may raise on this rank only. It does not check whether there is memory.
     """
     check_like(name, result, like)
     if not result.is_contiguous() and not _has_distinct_rows(result):
@@ -368,19 +357,19 @@ def check_result(name: str, result: torch.Tensor, like: Like) -> None:
 
 
 def check_writable(name: str, result: torch.Tensor) -> None:
-    """Raises ValueError unless there is memory to write to. This rank alone may see it."""
+    """Raises ValueError unless there is memory to write to; may raise on this rank only."""
     if result.data_ptr() >= tensors.LOW_ADDRESS:
         return
     if result._is_zerotensor():
         raise ValueError(
-            f"{name} stands for zeros and has no memory: expected memory to write to. Pass a "
-            "tensor of torch.empty()."
+            f"{name} is a zero tensor without memory: expected memory to write to. Pass a tensor "
+            "of torch.empty()."
         )
     tensors.check_memory(**{name: result})
 
 
 def _has_distinct_rows(tensor: torch.Tensor) -> bool:
-    """Whether its rows, each contiguous, lie side by side as far as their strides tell."""
+    """Returns whether the contiguous rows of a tensor do not overlap, judging by the strides."""
     dims = sorted(
         (stride, size)
         for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
@@ -397,10 +386,9 @@ def _has_distinct_rows(tensor: torch.Tensor) -> bool:
 def check_overlap(
     name: str, result: torch.Tensor, others: dict[str, torch.Tensor | None], allowed: str
 ) -> None:
-    """Raises if `result` shares memory with another tensor of the call. This rank alone sees it.
+    """Raises if `result` overlaps another tensor of the call; may raise on this rank only.
 
-    Only exact identity with the tensor called `allowed` is safe: there each element is read before
-    the same thread writes it.
+    Only the tensor called `allowed` itself is safe: a thread reads each element before it writes.
     """
     begin, end = _extent(result)
     for other_name, other in others.items():
@@ -420,6 +408,35 @@ def check_overlap(
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
     return begin, begin + tensors.span_bytes(tensor)
+
+
+def check_planned(
+    num_tokens: object, hidden_size: int, dtype: torch.dtype, experts: object, **fields: Any
+) -> Call:
+    """Checks the arguments of `Communicator.plan` and returns such a call on the meta device."""
+    check_count("num_tokens", num_tokens)
+    check_count("hidden_size", hidden_size, least=1)
+    check_dtype("dtype", dtype)
+    check_algorithm(fields["algorithm"])
+    check_width("x", hidden_size)
+    if not isinstance(experts, bool):
+        raise TypeError(f"experts={experts!r}: expected True or False.")
+    quant = fields["quant"]
+    shape: Any = (num_tokens, 1, hidden_size) if experts else (num_tokens, hidden_size)
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    call = Call(
+        op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
+        source=ExpertSum(x) if experts else x,
+        weight=x.new_empty(hidden_size),
+        **fields,
+    )
+    if call.post_weight is not None:
+        check_weight("post_norm.weight", call.post_weight, x)
+    check_norm_constants(call)
+    if quant is not None:
+        check_quant(quant)
+        check_hidden_size(quant, hidden_size)
+    return call
 
 
 _MAX_HIDDEN_SIZE = (1 << 20) - 1

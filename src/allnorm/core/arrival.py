@@ -1,20 +1,19 @@
-"""How the ranks of a group find each other: a meeting is the set of ranks that came, not a number.
+"""How the ranks of a group meet. A meeting is identified by its processes, not by a counter.
 
-A number that each process counts differs as soon as a process is replaced, or a group of the same
-name is made again by other ranks. So nothing is counted. The store has one entry per rank:
+Counters would differ between ranks after a process was replaced, or after other ranks created a
+group of the same name. Instead, the store has one entry per rank:
 
-- A rank that comes writes a new random nonce to its entry, over whatever an earlier process or an
-  earlier group of this name has left there.
-- It reads the entries of all ranks and adds to its own a digest of the nonces that it sees. It does
-  so again whenever they change.
-- The ranks meet when every entry holds the digest of the same nonces. This rank's nonce is new and
-  part of the digest, so an entry of an earlier process or an earlier meeting never holds it. The
-  digest is the name of the meeting: it is never used again.
-- A rank that gives up writes that to its entry, with the nonces that it had seen. The ranks of
-  these nonces give up too, even if the rank has come again in the meantime: the entry remembers.
-  Ranks that come later ignore it.
-- After the first step all ranks have left this stage, and each empties its entry. An entry is not
-  deleted: reading a deleted key blocks.
+- An arriving rank writes a new random nonce to its entry, and thereby replaces what an earlier
+  process or group of this name left there.
+- It reads all entries and adds a digest of their nonces to its own, whenever they change.
+- The ranks have met when every entry holds the same digest. The digest includes this rank's new
+  nonce, so entries of earlier processes and meetings cannot hold it. It becomes the name of the
+  meeting, which is never used again.
+- A rank that gives up adds this to its entry, with the nonces that it had seen. The ranks with
+  these nonces give up too, even if that rank has arrived again since: its entry keeps the record.
+  Ranks that arrive later ignore it.
+- After the first step, when all ranks have met, each rank empties its entry. It does not delete it,
+  because reading a deleted key blocks.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from allnorm.core.watch import Process, lives, this_process
 from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError
 
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1e-4, 1e-2
-# How often this rank looks whether the processes of peers live.
+# Interval at which this rank checks whether the processes of its peers live.
 _LOOK_SECONDS = 0.1
-# A rank may give up several times between two looks of a peer.
+# A rank may give up several times between two reads of a peer.
 _REMEMBERED = 4
 
 
 class GivenUp(NamedTuple):
-    """An arrival that ended without a meeting.
+    """The record of an arrival that ended without a meeting.
 
     Attributes:
-        nonce: the arrival's.
+        nonce: nonce of the arrival.
         reason: why it ended.
-        seen: the nonces of the ranks that it had seen.
+        seen: nonces of the ranks that it had seen.
     """
 
     nonce: str
@@ -60,10 +59,10 @@ class Entry(NamedTuple):
     """The entry of a rank in the store.
 
     Attributes:
-        nonce: new for each arrival.
-        process: the rank's process.
-        given_up: the latest arrivals of this rank that ended without a meeting.
-        seen: the digest of all nonces that the rank saw last; empty while a rank is missing.
+        nonce: random number, new for each arrival.
+        process: process of the rank.
+        given_up: records of its latest arrivals that ended without a meeting.
+        seen: digest of all nonces that the rank saw last; empty while a rank is missing.
     """
 
     nonce: str
@@ -79,12 +78,12 @@ class Entry(NamedTuple):
 
 
 class Members:
-    """What this process knows of the ranks of one process group object.
+    """The state of this process for one process group object.
 
     Attributes:
-        lock: one thread at a time looks for the ranks, because a rank has one entry.
-        processes: the ranks' processes at their last meeting, by rank; empty before. A process
-            group object has connections to these processes and no others.
+        lock: held by the thread that waits for the ranks, because a rank has only one entry.
+        processes: processes of the ranks as of their last meeting; empty before it. A process group
+            object is connected to these processes only.
     """
 
     def __init__(self) -> None:
@@ -97,23 +96,13 @@ _lock = threading.Lock()
 
 
 def members_of(group: dist.ProcessGroup) -> Members:
-    """Returns what this process knows of the ranks of `group`."""
+    """Returns the state of this process for `group`."""
     with _lock:
         return _members.setdefault(group, Members())
 
 
 class Arrival:
-    """One rank's arrival at a meeting.
-
-    Args:
-        store: the store of the process group.
-        name: the prefix of the keys.
-        rank: this rank.
-        world_size: the number of ranks.
-        members: what is known of the ranks.
-        seconds: how long the ranks wait for each other.
-        deadline: when that ends, by time.monotonic().
-    """
+    """One rank's arrival at a meeting, for which it has `seconds`, that is, until `deadline`."""
 
     def __init__(
         self,
@@ -130,15 +119,14 @@ class Arrival:
         self._members, self._seconds, self._deadline = members, seconds, deadline
         self._own: Entry | None = None
         self._process = this_process()
-        self._seen: frozenset[str] = frozenset()  # nonces of the ranks that had not given up
-        # Nonces that are certainly not left over: the process lived, or the nonce came during the
-        # wait.
+        self._seen: frozenset[str] = frozenset()  # nonces of ranks that had not given up
+        # Nonces of current arrivals: their process was alive, or they appeared during the wait.
         self._recent: set[str] = set()
         self._next_look = 0.0
 
     @contextlib.contextmanager
     def taking_turns(self, what: str) -> Iterator[None]:
-        """Holds the entry of this rank, for the first step of a meeting.
+        """Reserves the entry of this rank for the first step of a meeting.
 
         Raises:
             PeerTimeoutError: another thread's meeting of this group did not end in time.
@@ -157,13 +145,10 @@ class Arrival:
             self._members.lock.release()
 
     def find(self, what: str) -> tuple[str, list[Process]]:
-        """Waits until all ranks see each other.
-
-        Returns:
-            The name of their meeting, and their processes.
+        """Waits until all ranks see each other; returns the meeting's name and their processes.
 
         Raises:
-            PeerDiedError: the process of a rank has ended.
+            PeerDiedError: the process of a rank has exited.
             PeerTimeoutError: a rank did not come before the deadline.
             AllnormError: a rank gave up.
         """
@@ -200,11 +185,11 @@ class Arrival:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def leave(self) -> None:
-        """Empties this rank's entry. Every rank has found the meeting by then."""
+        """Empties this rank's entry. By then every rank has found the meeting."""
         self._store.set(self._keys[self._rank], b"")
 
     def give_up(self, reason: str) -> None:
-        """Leaves word for the ranks that have seen this one."""
+        """Publishes the reason to the ranks that have seen this one."""
         own = self._own
         if own is not None:
             ended = GivenUp(own.nonce, reason, self._seen)
@@ -220,7 +205,7 @@ class Arrival:
         self._store.set(self._keys[self._rank], pickle.dumps(entry))
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Entry]:
-        """Returns the entries that are there, by rank."""
+        """Returns the existing entries by rank."""
         keys = {rank: self._keys[rank] for rank in ranks}
         if not self._store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
@@ -236,7 +221,7 @@ class Arrival:
                     raise AllnormError(f"{what}: another rank has given up, {ended.reason}")
 
     def _look_at_processes(self, came: dict[int, Entry], missing: list[int], what: str) -> None:
-        """Raises if a rank that is missing can come no more."""
+        """Raises if a missing rank can no longer come, because its process has exited."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS
@@ -248,11 +233,11 @@ class Arrival:
             if lives(process):
                 if entry is not None:
                     self._recent.add(entry.nonce)
-            # What a process of an earlier group has left does not count: another one may come.
+            # An entry that an earlier group left behind does not count: a new process may come.
             elif entry is None or entry.nonce in self._recent or process == known:
                 now = self._read([rank]).get(rank)
                 if now is not None and now != entry:
-                    continue  # the rank came, or a new process of it did, since the last look
+                    continue  # the rank, or a new process of it, has arrived since the last read
                 raise PeerDiedError(
                     f"rank {self._rank} waited for rank {rank} while {what}, but process "
                     f"{process.pid} has ended. Make a Communicator over healthy ranks.",
@@ -290,7 +275,7 @@ class Arrival:
 
 def _become_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread may have held it, or one of a group
+    _lock = threading.Lock()  # another thread of the parent may have held it
     _members.clear()
 
 

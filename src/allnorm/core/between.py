@@ -1,9 +1,9 @@
-"""Process groups of allnorm's own: for exchanges between islands, and for unfused calls.
+"""allnorm's own process groups, for exchanges between islands and for unfused calls.
 
-The collectives of a process group have one order, which neither several threads nor the user's own
-collectives keep. So a communicator uses the process group that it was given for nothing but its
-store, over which it makes others: not by torch.distributed.new_group, which ranks outside of the
-group would have to call too.
+The collectives of a process group must have the same order on every rank. Several threads, or the
+user's own collectives, would break it. So a communicator uses only the store of the given process
+group, and creates its own groups over it. It cannot use torch.distributed.new_group, which ranks
+outside of the group would have to call too.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from allnorm.core.notes import NoNotes, Notes
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
-# How a wait for gloo looks: at once for a while, then now and then, and at processes rarely.
+# Waiting for gloo: spin briefly, then poll at intervals; check peers less often still.
 _SPIN_SECONDS, _PAUSE_SECONDS, LOOK_SECONDS = 5e-4, 1e-4, 0.1
 BACKENDS = ("gloo", "nccl")
-# Gloo counts nanoseconds in 63 bits.
+# Gloo's timeouts are nanoseconds in 63 bits.
 _LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
 
 Look = Callable[[float], None]
 
-# Groups of which graphs have captured exchanges: they stay until the process ends.
+# Groups with captured exchanges, which must stay until the process exits.
 _in_graphs: list[Any] = []
-# Groups that threads are ending.
+# Groups that a thread is aborting.
 _ending: list[list[Any]] = []
-# All that may still have a group.
+# Exchanges that may still have a group.
 _living: weakref.WeakSet[GroupExchange] = weakref.WeakSet()
 
 
 class GroupError(RuntimeError):
-    """A process group has given up an exchange."""
+    """An exchange of a process group failed."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of what a group sends tensors of a device with; empty if it has none for them."""
+    """Returns the name of a group's backend for tensors of a device; empty if it has none."""
     try:
         return str(group._get_backend(torch.device(device.type)).name())
     except RuntimeError:
@@ -56,25 +56,24 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 class GroupExchange:
-    """One rank's end of a process group that nobody else uses. Collective.
+    """One rank's end of a process group that only allnorm uses. Collective.
 
-    With NCCL an exchange is work of the GPU, which the host does not wait for. A thread does: NCCL
-    itself would wait for ever for a rank that is lost, and torch's own watchdog ends the process.
+    With NCCL the host does not wait for an exchange, but a watchdog thread does: NCCL itself would
+    wait forever for a lost rank, and torch's own watchdog aborts the process.
 
     Args:
-        store: over which the ranks meet, as `own_store` makes it.
-        rank: of this one, among those that exchange.
-        size: how many exchange.
-        device: of the tensors.
+        store: store for this group alone, see `own_store`.
+        rank: index of this rank among the ranks that exchange.
+        size: number of these ranks.
+        device: device of the tensors.
         backend: one of BACKENDS.
-        timeout: of the communicator.
-        purpose: what it is, for errors.
+        timeout: the communicator's timeout.
+        purpose: name of the exchange in errors.
 
     Attributes:
-        size: as given.
-        ranks: the numbers of those that exchange, in the communicator.
-        failure: why it was given up; empty if it was not.
-        notes: where waits are noted.
+        ranks: numbers of the ranks that exchange, in the communicator.
+        failure: why the exchange was aborted; empty if it was not.
+        notes: record of the waits.
     """
 
     def __init__(
@@ -98,43 +97,41 @@ class GroupExchange:
             made: Any = dist.ProcessGroupGloo(store, rank, size, min(timeout, _LONGEST_TIMEOUT))
         else:
             made = _new_nccl(store, rank, size)
-        # In a list of its own that is emptied at the interpreter's exit too: gloo's threads must
-        # have ended by then, or they abort it.
+        # In a list, which is emptied at the exit of the interpreter too: gloo's threads must have
+        # ended by then, or they abort it.
         self._groups: list[Any] = [made]
         self._end = weakref.finalize(self, self._groups.clear)
         _living.add(self)
         self._late = _Late(weakref.ref(self), timeout.total_seconds())
-        # Connections are made by the first exchange, which no deadline of a call should see, and
-        # which no graph may capture.
+        # The first exchange connects the ranks. It must not count towards the deadline of a call,
+        # and cannot be captured.
         self._connect(torch.zeros(size, dtype=torch.float32, device=device))
         if not self._on_host:
             torch.cuda.current_stream(device).synchronize()
 
     def _connect(self, first: torch.Tensor) -> None:
-        """Makes each kind of exchange that will be made."""
+        """Runs each kind of exchange once."""
         self.gather(first, lambda seconds: None)
 
     def gather(self, rows: torch.Tensor, look: Look) -> torch.Tensor:
-        """Every rank's contiguous tensor of equal shape, `[size, *shape]`. Collective.
+        """Gathers contiguous tensors of equal shape as `[size, *shape]`. Collective.
 
-        Args:
-            rows: this rank's.
-            look: called now and then while the host waits, with the seconds so far; raises to end
-                the wait.
+        While the host waits, it calls `look` with the seconds so far; `look` raises to end the
+        wait.
 
         Raises:
-            RuntimeError: the backend gives up.
+            RuntimeError: the backend failed.
         """
         return self.start_gather(rows)(look)
 
     def start_gather(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
-        """`gather` in two parts: what is returned waits for it. Meanwhile others may be started."""
+        """Starts `gather`; returns a function that completes it. Several may be in flight."""
         gathered = rows.new_empty((self.size, *rows.shape))
         if not rows.numel():
             return lambda look: gathered
         sent, received = (t.view(torch.uint8).view(-1) for t in (rows, gathered))
         if self._backend == "nccl":
-            # NaN, whatever it is read as: should NCCL be ended, what follows is none of a result.
+            # NaN in every dtype: if NCCL is aborted, nothing looks like a result.
             received.fill_(0xFF)
         work = self._group._allgather_base(received, sent)
 
@@ -156,17 +153,17 @@ class GroupExchange:
             wait(work, look)
             self.notes.leave()
             return
-        work.wait()  # of the current stream, not of the host
+        work.wait()  # makes the current stream wait, not the host
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
         else:
             self._late.watch(work)
 
     def abort(self, why: str) -> None:
-        """Ends it at once: those who wait for this rank get an error. Idempotent; any thread."""
+        """Aborts the exchange, so that waiting peers get an error. Idempotent; any thread."""
         self.failure = self.failure or why
-        # The end of a group waits for what is on its way, perhaps from a rank that never comes: so
-        # the last reference to it must be the thread's, and no variable here holds one.
+        # Destroying a group waits for pending work, perhaps of a rank that never comes. So only the
+        # thread may hold a reference.
         groups, self._groups[:] = self._groups[:], []
         if groups:
             _ending.append(groups)
@@ -174,28 +171,21 @@ class GroupExchange:
         self.close()
 
     def close(self) -> None:
-        """Releases the process group, unless a CUDA graph may use it again. Idempotent."""
+        """Releases the process group, unless a CUDA graph may use it. Idempotent."""
         if self._captured and not self.failure:
             _in_graphs.extend(self._groups)
         elif self._backend == "nccl" and not self.failure:
-            # NCCL's own end may wait for the other ranks, which close when they like.
+            # NCCL's shutdown may wait for the other ranks, which may close much later.
             for group in list(self._groups):
                 threading.Thread(target=_shut_down, args=(group,), daemon=True).start()
         self._end()
 
 
 class Between(GroupExchange):
-    """The exchange of one rank with those of the same place in other islands. Collective.
-
-    Args:
-        meeting: of all ranks.
-        islands: of equal size.
-        device: of the tensors.
-        backend: one of BACKENDS.
-        timeout: of the communicator.
+    """The exchange of a rank with the ranks of the same index in other islands. Collective.
 
     Attributes:
-        num_islands: how many ranks exchange.
+        num_islands: number of ranks that exchange.
         ranks: their numbers in the whole group, by island.
     """
 
@@ -207,12 +197,12 @@ class Between(GroupExchange):
         backend: str,
         timeout: datetime.timedelta,
     ) -> None:
-        own, place = places(islands, meeting.rank)
+        own, index = places(islands, meeting.rank)
         self.num_islands = len(islands)
-        store = own_store(meeting.store, meeting.prefix(f"between{place}"), timeout)
+        store = own_store(meeting.store, meeting.prefix(f"between{index}"), timeout)
         purpose = "the exchange between islands"
         super().__init__(store, own, self.num_islands, device, backend, timeout, purpose)
-        self.ranks = [island[place] for island in islands]
+        self.ranks = [island[index] for island in islands]
 
     def _connect(self, first: torch.Tensor) -> None:
         super()._connect(first)
@@ -220,14 +210,14 @@ class Between(GroupExchange):
             self.start_parts(first)(lambda seconds: None)
 
     def start_parts(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
-        """Part i of `rows`, equal parts of the first dimension, goes to island i. Collective.
+        """Starts to send part i of `rows`, split equally into parts, to island i. Collective.
 
-        In two parts like `start_gather`; what is returned waits for this island's part of every
-        island, `[num_islands, rows of a part, ...]`.
+        Returns a function that completes it, as `start_gather` does, and returns this rank's part
+        of every island, `[num_islands, rows of a part, ...]`.
         """
         received = torch.empty_like(rows)
         parts = received.view(self.num_islands, rows.shape[0] // self.num_islands, *rows.shape[1:])
-        if not rows.numel():  # alike on all ranks of this place, which have the same rows
+        if not rows.numel():  # equal on all ranks of the exchange, which have the same rows
             return lambda look: parts
         if self._backend == "nccl":
             received.fill_(torch.nan)
@@ -241,20 +231,15 @@ class Between(GroupExchange):
 
     @property
     def can_exchange_parts(self) -> bool:
-        """Whether `start_parts` is of use, and works: gloo does it on the host only."""
+        """Whether `start_parts` helps and works: with gloo it needs CPU tensors."""
         return self.num_islands > 2 and (self._on_host or self._backend == "nccl")
 
 
 class _Late:
-    """Gives an exchange up that is not done in time, where only the GPU waits for it.
+    """Watchdog: aborts an exchange that misses its deadline while only the GPU waits for it.
 
-    Exchanges end in the order of their beginnings, so one is looked after at a time: when its time
-    is over, the newest one is next. And nothing asks the GPU before: a question while a graph is
-    captured may end the capture.
-
-    Args:
-        exchange: whose these are.
-        seconds: how long one may take.
+    Exchanges end in the order in which they start. So it watches one at a time, and after its
+    deadline the newest. It does not query the GPU earlier, because a query may break a capture.
     """
 
     def __init__(self, exchange: weakref.ref[GroupExchange], seconds: float) -> None:
@@ -263,7 +248,7 @@ class _Late:
         self._thread: threading.Thread | None = None
 
     def watch(self, work: Any) -> None:
-        """Looks after an exchange that the host has enqueued."""
+        """Watches an exchange that the host has enqueued."""
         self._newest = time.monotonic() + self._seconds, work
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="allnorm-exchange", daemon=True)
@@ -289,7 +274,7 @@ class _Late:
 def _abort(groups: list[Any]) -> None:
     with contextlib.suppress(RuntimeError):
         groups[0].abort()
-    groups.clear()  # so that the group ends here
+    groups.clear()  # destroys the group in this thread
     _ending[:] = [others for others in _ending if others is not groups]
 
 
@@ -299,12 +284,11 @@ def _shut_down(group: Any) -> None:
 
 
 def own_store(store: Any, prefix: str, timeout: datetime.timedelta) -> Any:
-    """A store for the keys of one process group, over another.
+    """Returns a store for the keys of one process group, with its own connection.
 
-    A connection of its own: who waits for a key keeps others from using the connection, the thread
-    that would set that key among them.
+    A thread that waits for a key blocks a connection, also for the thread that would set the key.
     """
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # one that is written in Python
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # a store written in Python
         store = store.clone()
         store.set_timeout(timeout)
     return PrefixStore(prefix, store)
@@ -312,13 +296,13 @@ def own_store(store: Any, prefix: str, timeout: datetime.timedelta) -> Any:
 
 def _new_nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    # After an error its groups would end the process.
+    # Otherwise an error would abort the process.
     with config.variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def wait(work: Any, look: Look) -> None:
-    """Waits for gloo, which notices a death only next to it, and looks at what else ends waits."""
+    """Waits for gloo, which notices only exits of neighbors; calls `look` from time to time."""
     start = time.monotonic()
     looked = start
     while not work.is_completed():
@@ -334,21 +318,18 @@ def wait(work: Any, look: Look) -> None:
 
 
 def places(islands: Islands, rank: int) -> tuple[int, int]:
-    """The number of a rank's island, and its place there."""
+    """Returns the number of a rank's island and the rank's index in it."""
     number = next(i for i, island in enumerate(islands) if rank in island)
     return number, islands[number].index(rank)
 
 
 def segments(islands: Islands, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The rows of each island, whose ranks follow each other, from those of each rank."""
+    """Returns the rows of each island, whose ranks are consecutive, from the rows of each rank."""
     return [(bounds[island[0]][0], bounds[island[-1]][1]) for island in islands]
 
 
 def _leave_to_parent() -> None:
-    """In a child of fork(): keeps groups for ever.
-
-    Their end would wait for threads that only the parent has.
-    """
+    """Keeps groups forever in a child of fork(): destroying them waits for the parent's threads."""
     for groups in [_in_graphs, *_ending, *(exchange._groups for exchange in _living)]:
         for group in groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,4 +1,4 @@
-"""A call: the one description of it, in its caller's words and by keyword."""
+"""A call: its only description, by keyword."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from allnorm.quant import Fp8PerTensor, NvFp4, Quant
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Call:
-    """One call, as it was made; nothing is checked yet but the types of what has parts.
+    """One call, as its caller made it; only the types of `source` and `post_norm` are checked.
 
-    A new argument of calls gets a field here and a keyword in `Runner.call`. If it is a tensor, or
-    has parts that are, it also gets a line in INPUTS or MEMORY, one in PARTS, and a name in
+    A new argument needs a field here and a keyword in `Runner.call`. A tensor, or a value that
+    holds tensors, also needs a line in INPUTS or MEMORY, one in PARTS, and a name in
     csrc/python/arguments.h.
 
     Attributes:
-        op: the name of one of core.operators.OPERATORS.
-        source: [..., hidden_size], or an ExpertSum; of all_gather_rows this rank's rows.
-        residual: like the sum, or this rank's rows of it, or None.
-        weight: [hidden_size], or None without a norm after the residual.
-        eps: of the norm.
-        weight_bias: of the norm.
+        op: name of an operator in core.operators.OPERATORS.
+        source: [..., hidden_size], or an ExpertSum; for all_gather_rows this rank's rows.
+        residual: like the sum; if it is sharded, this rank's rows; or None.
+        weight: [hidden_size]; None: no norm after the residual add.
+        eps: eps of the norm.
+        weight_bias: weight bias of the norm.
         numerics: rounding mode.
-        algorithm: what was asked for.
-        residual_sharded: whether each rank holds its own rows of the residual only.
-        post_norm: the norm of the sum before the residual is added, or None.
-        scale: what the reduced sum, or its post norm, is multiplied by.
-        quant: how normed rows are quantized, or None.
-        return_normed: whether normed rows are wanted as well as quantized ones.
-        num_tokens: rows to gather; of other calls 0.
-        out: preallocated memory for the result in the dtype of `x`, or None.
-        residual_out: memory for the new residual.
-        quantized_out: memory for the quantized rows.
-        scale_out: memory for their scales.
+        algorithm: requested algorithm.
+        residual_sharded: whether each rank holds only its own rows of the residual.
+        post_norm: norm of the sum before the residual add, or None.
+        scale: factor of the reduced sum, or of its post norm.
+        quant: spec of the quantization, or None.
+        return_normed: whether to return normed rows as well as quantized ones.
+        num_tokens: number of rows to gather; 0 for other calls.
+        out: preallocated result in the dtype of `x`, or None.
+        residual_out: preallocated new residual, or None.
+        quantized_out: preallocated quantized rows, or None.
+        scale_out: preallocated scales, or None.
     """
 
     op: str
@@ -79,7 +79,7 @@ class Call:
 
     @property
     def static_scale(self) -> Tensor | None:
-        """The scale of an Fp8PerTensor, or the global one of an NvFp4."""
+        """The scale of an Fp8PerTensor, or the global scale of an NvFp4."""
         if type(self.quant) is Fp8PerTensor:
             return self.quant.scale
         return self.quant.global_scale if type(self.quant) is NvFp4 else None
@@ -91,32 +91,32 @@ class Call:
 
     @property
     def expert_index(self) -> Tensor | None:
-        """The row of each choice, of an ExpertSum."""
+        """The row of each choice of an ExpertSum."""
         return self.source.index if type(self.source) is ExpertSum else None
 
     @property
     def expert_weights(self) -> Tensor | None:
-        """The weight of each choice, of an ExpertSum."""
+        """The weight of each choice of an ExpertSum."""
         return self.source.weights if type(self.source) is ExpertSum else None
 
     @property
     def shared(self) -> Tensor | None:
-        """This rank's partial of the shared expert, of an ExpertSum."""
+        """The partial sums of the shared expert of an ExpertSum."""
         return self.source.shared if type(self.source) is ExpertSum else None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The tensors that are read, in the order of INPUTS."""
+        """The input tensors, in the order of INPUTS."""
         return tuple(getattr(self, name) for name in INPUTS)
 
     @property
     def memory(self) -> tuple[Any, ...]:
-        """The tensors that are written, where they are preallocated, in the order of MEMORY."""
+        """The preallocated results, in the order of MEMORY."""
         return self.out, self.residual_out, self.quantized_out, self.scale_out
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """All of these, None for those that the call does not have."""
+        """The inputs and preallocated results; None for those that the call does not have."""
         return self.inputs + self.memory
 
     @property
@@ -128,7 +128,7 @@ class Call:
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """Everything but tensors. Of a spec that holds one, its type and layout."""
+        """All values but tensors. A spec that holds a tensor is represented by type and layout."""
         spec: Any = self.quant
         layout = getattr(spec, "scale_layout", None) if type(spec) is NvFp4 else None
         if type(spec) in (Fp8PerTensor, NvFp4):
@@ -141,7 +141,7 @@ class Call:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The fields, in their order."""
+        """The fields in order."""
         return tuple(getattr(self, name) for name in KEYWORDS)
 
     @property
@@ -156,19 +156,19 @@ class Call:
 
     @property
     def experts(self) -> bool:
-        """Whether `x` is what experts return."""
+        """Whether `x` is an ExpertSum."""
         return type(self.source) is ExpertSum
 
     # ---- what follows from them -----------------------------------------------------------------
 
     @property
     def rows(self) -> int:
-        """How many rows the ranks hold together."""
+        """The number of rows of all ranks together."""
         return self.num_tokens if self.op == "all_gather_rows" else math.prod(self.shape[:-1])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of this rank's partial sums: of `x`, unless experts' rows are summed first."""
+        """The shape of this rank's partial sums, after the rows of experts are summed."""
         if not self.experts:
             return self.x.shape
         per_token = self.x if self.expert_index is None else self.expert_index
@@ -176,14 +176,14 @@ class Call:
 
     @property
     def top_k(self) -> int:
-        """How many experts a token has; 0: `x` is not what experts return."""
+        """The number of experts per token; 0 without an ExpertSum."""
         if not self.experts:
             return 0
         return (self.x if self.expert_index is None else self.expert_index).shape[1]
 
     @property
     def has_norm(self) -> bool:
-        """Whether it ends with a norm, or with the residual that a norm was added to."""
+        """Whether the call has a norm: a final one, a post norm, or both."""
         return self.op not in ("all_reduce", "all_gather_rows")
 
     @property
@@ -193,7 +193,7 @@ class Call:
 
     @property
     def owns_rows(self) -> bool:
-        """Whether rows belong to ranks."""
+        """Whether rows have owners."""
         return self.residual_sharded or self.op == "all_gather_rows"
 
 
@@ -218,11 +218,11 @@ PARTS: dict[str, dict[type, dict[str, str | None]]] = {
         NvFp4: {"global_scale": "static_scale", "scale_layout": None},
     },
 }
-"""The parts of values that hold tensors, by field and type: which tensor of the call each is."""
+"""Values that hold tensors, by field and type; maps their parts to tensors of the call."""
 
 
 class Runner(abc.ABC):
-    """Runs calls: those of a communicator, or of one rank alone, in one way."""
+    """Runs calls of a communicator, or of one rank alone."""
 
     def call(
         self,
@@ -246,10 +246,10 @@ class Runner(abc.ABC):
         quantized_out: Tensor | None = None,
         scale_out: Tensor | None = None,
     ) -> Any:
-        """Runs the Call of these fields; returns its results, one tensor or a tuple of them.
+        """Runs the Call with these fields; returns its results, one tensor or a tuple.
 
-        A Dispatcher replaces this method by a C function that takes the same keywords
-        (csrc/python), fastest in this order; it runs repeated calls without making a Call.
+        A Dispatcher replaces this method by a C function with the same keywords (csrc/python),
+        which is fastest in this order. It runs repeated calls without creating a Call.
         """
         return self.run(
             Call(

@@ -1,10 +1,10 @@
-"""What ranks tell each other on the host before an `unfused` call, with a deadline for every wait.
+"""Channels: ranks announce unfused and hierarchical calls to each other on the host.
 
-Collectives of a process group have a timeout of their own, do not say who is missing, and end the
-process where numbers of bytes differ. So the ranks tell each other first what they are about to do:
-on one machine by all_gather_rows of the CPU library over shared memory, whose waits name who is
-missing, also if tensors are on GPUs; between machines by messages through the group's store, a
-second way that is slower.
+Collectives of a process group have their own timeout, do not report which rank is missing, and
+abort the process if ranks send different numbers of bytes. So ranks first announce which call they
+make, and every wait for an announcement has a deadline. On one host the announcement is a call of
+all_gather_rows of the CPU library over shared memory, even for tensors on GPUs; its waits name the
+missing rank. Between hosts it is a message through the group's store, which is slower.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from allnorm.core.rendezvous import Mailbox, Rendezvous
 from allnorm.core.watch import Watch
 from allnorm.errors import AllnormError
 
-# How much longer than the timeout the store may take before a wait for it ends.
+# How much longer than the timeout a wait for the store may take.
 _STORE_SECONDS = 1.0
-# 64-bit integers of an announcement.
+# Number of 64-bit integers of an announcement.
 WORDS = len(FIELDS)
 
 
 class Waits(Protocol):
-    """The waits of a communicator: when one is to end, and what it raises. See Failure."""
+    """The waits of a communicator: when they end, and what they raise. See Failure."""
 
     rank: int
     world_size: int
@@ -38,24 +38,19 @@ class Waits(Protocol):
     notes: Notes
 
     def end_wait(self, status: int, fault: _native.Fault | None = None) -> NoReturn:
-        """Raises what a wait in the library ended with.
+        """Raises the error of a failed wait in the library.
 
         Args:
-            status: of the call.
-            fault: what the library has recorded, with numbers of ranks of the group; None: it is in
-                the communicator's own record.
+            status: status of the call.
+            fault: the recorded fault, with ranks of the group; None: the communicator's own record.
         """
 
     def look_at_peers(self, seconds: float) -> None:
-        """Raises if a wait of so many seconds is to end."""
+        """Raises if a wait that has lasted `seconds` must end."""
 
 
 class WaitEndedError(AllnormError):
-    """A wait has ended whose cause is known.
-
-    Attributes:
-        cause: why.
-    """
+    """The error of a wait that ended for a known cause."""
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(f"rank {cause.rank}: {cause.kind} {cause.why}")
@@ -63,13 +58,13 @@ class WaitEndedError(AllnormError):
 
 
 class Channel(abc.ABC):
-    """One rank's end. Calls are made under the communicator's lock.
+    """One rank's end of a channel. Its methods are called under the communicator's lock.
 
     Attributes:
-        notes: where ranks read who waits for whom.
-        launches: how many calls of the CPU library it has made.
-        announced: the call that it has announced last; None if it was none.
-        is_slow: whether it goes through the store, from machine to machine.
+        notes: record of which rank waits for which.
+        launches: number of calls of the CPU library that the channel made.
+        announced: the call that was announced last; None if there was none.
+        is_slow: whether it uses the store, between hosts.
     """
 
     notes: Notes
@@ -79,36 +74,36 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, words: Sequence[int], waits: Waits) -> list[list[int]]:
-        """The `WORDS` numbers of every rank, by rank. Collective.
+        """Returns the `WORDS` numbers of every rank, by rank. Collective.
 
         Raises:
-            PeerDivergedError: a rank came with a call that is not unfused.
-            WaitEndedError, RuntimeError: a rank did not come; the latter from `Waits.end_wait`.
+            PeerDivergedError: a rank made a fused call.
+            WaitEndedError, RuntimeError: a rank did not come; `Waits.end_wait` raises the latter.
         """
 
     def peer_ended(self, rank: int) -> None:  # noqa: B027
-        """The process of a rank has ended."""
+        """Reports that the process of a rank has exited."""
 
     def end_waits(self) -> None:  # noqa: B027
-        """Another thread's wait ends."""
+        """Ends the wait of another thread."""
 
     def close(self) -> None:  # noqa: B027
-        """Releases what the channel has."""
+        """Releases the resources of the channel."""
 
     def destroy(self) -> None:  # noqa: B027
-        """After that, when no thread can use it any more."""
+        """Frees the channel; call after close(), once no thread uses it."""
 
 
 def create(
     meeting: Rendezvous, own_handle: int, memory: workspace.Workspace, timeout_ns: int
 ) -> Channel:
-    """Makes the channel of a communicator. Collective.
+    """Creates the channel of a communicator. Collective.
 
     Args:
-        meeting: where it is made.
-        own_handle: of the communicator, if it is one of the CPU library; else 0.
-        memory: of that communicator.
-        timeout_ns: of its waits.
+        meeting: meeting of all ranks.
+        own_handle: handle of the communicator if it uses the CPU library, else 0.
+        memory: memory of the communicator.
+        timeout_ns: timeout of waits.
     """
     if own_handle:
         return _LibraryChannel(meeting, own_handle, memory)
@@ -135,14 +130,9 @@ def start(
     timeout_ns: int,
     **settings: int,
 ) -> int:
-    """Starts this rank's native communicator; returns its handle.
+    """Creates this rank's native communicator and returns its handle.
 
-    Args:
-        library: of the backend.
-        meeting: of its ranks.
-        memory: of all ranks.
-        timeout_ns: of its waits.
-        settings: other fields of CommConfig: device, first_op, flags.
+    `settings` are other fields of CommConfig: device, first_op, flags.
     """
     config = _native.CommConfig(
         struct_bytes=ctypes.sizeof(_native.CommConfig),
@@ -161,9 +151,10 @@ def start(
 
 
 class _LibraryChannel(Channel):
-    """By calls of the CPU library, with the communicator's own handle.
+    """A channel that uses the communicator's own handle of the CPU library.
 
-    So unfused calls and others are told apart too, and what a wait records is the communicator's.
+    So ranks also notice if some of them make a fused call, and the communicator records failed
+    waits.
     """
 
     def __init__(self, meeting: Rendezvous, handle: int, memory: workspace.Workspace) -> None:
@@ -174,7 +165,7 @@ class _LibraryChannel(Channel):
         self._library.set_beat(handle, self.notes.beat_address)
         self._own = (ctypes.c_int64 * WORDS)()
         self._all = (ctypes.c_int64 * (WORDS * world_size))()
-        # As float32 of 4 bytes: rows travel as bytes.
+        # Rows are copied as bytes, so they can pass as float32.
         width = ctypes.sizeof(self._own) // 4
         self._call = _native.Call(
             struct_bytes=ctypes.sizeof(_native.Call),
@@ -202,12 +193,12 @@ class _LibraryChannel(Channel):
         return [self._all[q * WORDS : (q + 1) * WORDS] for q in self._everyone]
 
     def _fault(self) -> _native.Fault | None:
-        """What its own communicator has recorded; None if that is not its own."""
+        """Returns the fault of the channel's own communicator; None if it has none."""
         return None
 
 
 class _SeparateChannel(_LibraryChannel):
-    """The same with a handle, and memory, of its own: of a communicator that has none on CPU."""
+    """A channel with its own handle and memory, for a communicator that has none on CPU."""
 
     def _fault(self) -> _native.Fault | None:
         fault = _native.Fault()
@@ -228,9 +219,9 @@ class _SeparateChannel(_LibraryChannel):
 
 
 def _bounded(step: Callable[[], Any], seconds: float) -> Any:
-    """What `step` returns or raises; None if that takes longer.
+    """Returns or raises what `step` does; None if it takes too long.
 
-    In a thread: a store whose machine cannot be reached answers to no deadline.
+    It runs in a thread, because a store on an unreachable host honors no deadline.
     """
     found: list[Any] = []
     errors: list[BaseException] = []
@@ -250,11 +241,7 @@ def _bounded(step: Callable[[], Any], seconds: float) -> Any:
 
 
 class _MissingError(Exception):
-    """Ranks have not come before the deadline.
-
-    Attributes:
-        missing: these ranks.
-    """
+    """Some ranks did not come before the deadline."""
 
     def __init__(self, missing: set[int]) -> None:
         super().__init__(missing)
@@ -262,7 +249,7 @@ class _MissingError(Exception):
 
 
 class _Messages(Channel):
-    """By the store of the process group: a key of each rank for each call."""
+    """A channel that uses the store of the process group: one key per rank and call."""
 
     is_slow = True
 
@@ -294,7 +281,7 @@ class _Messages(Channel):
                 seconds + _STORE_SECONDS,
             )
         except _MissingError as error:
-            # They may have come to an earlier wait, and wait there for another rank.
+            # They may still be in an earlier wait, for another rank.
             self.notes.enter(error.missing)
             cause = self.notes.settle(self._dead.__contains__)
             raise WaitEndedError(cause or Cause(error.missing[0], LATE, "did not come")) from None

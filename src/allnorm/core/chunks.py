@@ -1,4 +1,4 @@
-"""Calls of the local kernels on a part of what a bound call is given: some rows, or some sums."""
+"""Calls of the local kernels on some rows, or some addends, of a bound call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allnorm.core import _native
 from allnorm.core.prepared_call import PreparedCall
 from allnorm.core.tensors import rows_of
 
-# Fields of the C call that move from chunk to chunk, and all that differ between chunks.
+# Fields of the C call that advance from chunk to chunk, and all that differ between chunks.
 _MOVED = ("residual", "residual_out", "out", "quantized", "scale")
 ROW_FIELDS = (
     *(*_MOVED, "x", "top_k"),
@@ -22,7 +22,7 @@ ROW_FIELDS = (
 def own_partial(
     prepared: PreparedCall, library: _native.Library, x: torch.Tensor
 ) -> tuple[int, torch.Tensor]:
-    """Returns a status, and this rank's partial sums; those of experts are summed first."""
+    """Returns a status and this rank's partial sums; sums the rows of experts first."""
     call = prepared.native
     if not call.top_k:
         return _native.OK, rows_of(x)
@@ -38,7 +38,7 @@ def own_partial(
 def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.Tensor:
     """Adds contiguous float32 `[n, rows, hidden_size]` over the first dimension, in order.
 
-    The library adds: it keeps denormals whatever the process has asked torch for.
+    The library adds them, because it keeps denormals in every mode of torch.
     """
     count, rows, hidden_size = sources.shape
     total = sources.new_empty((rows, hidden_size))
@@ -64,7 +64,7 @@ def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.T
 
 
 def results_of(call: _native.Call) -> dict[str, int]:
-    """Returns the addresses of the results of a call, and of its residual, by name."""
+    """Returns the addresses of a call's residual and results, by name."""
     return {name: getattr(call, name) for name in _MOVED}
 
 
@@ -76,15 +76,15 @@ def move_results(
     residual_row: int,
     width: int,
 ) -> None:
-    """Lets a call write from `row` on, and the residual from `residual_row` on.
+    """Makes a C call write its results from `row` on, and its residual from `residual_row` on.
 
     Args:
-        prepared: whose call it is.
-        call: of it, or a copy.
-        saved: where it wrote from row 0 on.
-        row: of all rows.
-        residual_row: of those that this rank holds.
-        width: bytes of an element.
+        prepared: the prepared call.
+        call: its C call, or a copy.
+        saved: addresses of row 0, see `results_of`.
+        row: index among all rows.
+        residual_row: index among the rows that this rank holds.
+        width: bytes per element.
     """
     moves = [
         ("residual", residual_row, call.residual_stride, width),

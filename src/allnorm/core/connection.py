@@ -1,4 +1,4 @@
-"""The connection of unfused calls: a process group of the communicator's own, made when needed."""
+"""The connection of unfused calls: a process group of the communicator, created when needed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ class NotConnectedError(AllnormError):
 
 
 class Connection:
-    """What the unfused calls of a communicator go through, made when the first of them needs it.
-
-    Args:
-        meeting: of all ranks.
-        device: of the tensors.
-        backend: of what is made, one of between.BACKENDS.
-        timeout: of the communicator.
-    """
+    """The process group of a communicator's unfused calls, created by the first of them."""
 
     def __init__(
         self,
@@ -44,30 +37,30 @@ class Connection:
 
     @property
     def failure(self) -> str:
-        """Why the exchange was given up; empty if it was not."""
+        """Why the exchange was aborted; empty if it was not."""
         return "" if self._exchange is None else self._exchange.failure
 
     @property
     def connected(self) -> GroupExchange:
-        """The exchange, for a call that a CUDA graph captures.
+        """The exchange, for a captured call.
 
         Raises:
-            UnsupportedError: no call has needed it yet; nothing can be connected in a capture.
+            UnsupportedError: the ranks are not connected yet, and cannot connect in a capture.
         """
         if self._exchange is None:
             raise UnsupportedError(
-                "this call runs unfused, and the ranks are not connected for such calls yet, which "
-                "they cannot be while a CUDA graph is captured: make one unfused call (any shape) "
+                "this call runs unfused, but the ranks are not connected for such calls yet, and "
+                "cannot connect while a CUDA graph is captured. Make one unfused call (any shape) "
                 "with this communicator before the capture, on every rank."
             )
         return self._exchange
 
     def connect(self, channel: Channel, waits: Waits) -> GroupExchange:
-        """Returns the exchange. Collective: the ranks have agreed on a call that needs it.
+        """Connects the ranks, unless they are connected, and returns the exchange. Collective.
 
         Raises:
-            NotConnectedError: a rank could not make its part: on every rank, and ranks are in step.
-            RuntimeError: the wait for the others has ended as `waits` says.
+            NotConnectedError: a rank failed to connect; every rank raises, and ranks are in step.
+            RuntimeError: the wait for the other ranks failed.
         """
         if self._exchange is not None:
             return self._exchange
@@ -79,10 +72,10 @@ class Connection:
         def make() -> None:
             try:
                 made.append(self._make())
-            except Exception as error:  # noqa: BLE001 - told to every rank, and raised below
+            except Exception as error:  # noqa: BLE001 - published to every rank, and raised below
                 errors.append(self._tell(key, error))
 
-        # In a thread: neither backend ends its wait when a peer ends or cannot make its part.
+        # In a thread: neither backend ends its wait if a peer exits or fails to connect.
         thread = threading.Thread(target=make, name="allnorm-connect", daemon=True)
         thread.start()
         waits.notes.enter(range(self._world_size))
@@ -94,7 +87,7 @@ class Connection:
                     waits.look_at_peers(time.monotonic() - start)
                     self._read_failure(key, errors)
         except BaseException as error:
-            self._tell(key, error)  # they need not wait for this rank
+            self._tell(key, error)  # so that they do not wait for this rank
             raise
         waits.notes.leave()
         succeeded = channel.gather([int(not errors), *(0,) * (WORDS - 1)], waits)
@@ -116,24 +109,24 @@ class Connection:
         place = store, self._rank, self._world_size, self._device, self._backend, self._timeout
         if self._device.type == "cpu":
             return GroupExchange(*place, "the exchange of unfused calls")
-        torch.cuda.set_device(self._device)  # of this thread
+        torch.cuda.set_device(self._device)  # this thread's device
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             return GroupExchange(*place, "the exchange of unfused calls")
 
     def _tell(self, key: str, error: BaseException) -> str:
-        """Lets the other ranks read why this one does not connect; returns it."""
+        """Publishes why this rank does not connect, and returns the text."""
         text = f"rank {self._rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):
             self._store.set(key, text[:1000])
         return text
 
     def _read_failure(self, key: str, errors: list[str]) -> None:
-        """Appends what another rank says of its failure, if this rank knows of none."""
+        """Appends the failure that another rank has published, unless `errors` has one."""
         if not errors and self._store.check([key]):
             errors.append(self._store.get(key).decode(errors="replace"))
 
     def abort(self, why: str) -> None:
-        """Ends it at once: those who wait for this rank get an error. Any thread."""
+        """Aborts the exchange, so that waiting peers get an error. Any thread."""
         if self._exchange is not None:
             self._exchange.abort(why)
 
