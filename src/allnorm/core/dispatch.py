@@ -1,8 +1,8 @@
-"""The way of a call: recognize it, check it, choose an algorithm, bind its tensors, launch.
+"""The steps of a call: recognize it, check it, choose an algorithm, bind its tensors, launch.
 
-Whether a call is allowed, and how it runs, depends on the geometry of its tensors and not on their
-addresses. So that is decided once, and kept as a PreparedCall under that geometry. csrc/python also
-keeps the most recent calls that came twice, and repeats them without this file.
+Whether and how a call runs depends on the geometry of its tensors, not on their addresses. So this
+is decided once and kept as a PreparedCall for that geometry. csrc/python keeps the latest calls
+that were made twice, and repeats them without this file.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ from allnorm.core.tensors import is_plain
 from allnorm.errors import CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
 
-# Launches kept by a dispatcher; a server sees a few thousand geometries at most.
+# Maximum prepared calls of a dispatcher; a server has a few thousand geometries.
 _MAX_PREPARED = 4096
 
 
 class Target(Protocol):
-    """Who makes the calls of a dispatcher: the endpoint of a communicator, or one rank alone."""
+    """Runs the calls of a dispatcher: the endpoint of a communicator, or one rank alone."""
 
     device: torch.device
     rank: int
     world_size: int
 
     def check_open(self) -> None:
-        """Raises unless calls can be made."""
+        """Raises if calls cannot be made."""
 
     def choose(self, call: Call) -> Plan:
-        """How a checked call runs; raises if it cannot, on every rank alike."""
+        """Returns how a checked call runs; raises on every rank if it cannot."""
 
     def run(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
-        """Makes the call."""
+        """Runs the call."""
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
-        """Whether csrc/python may repeat such a call, without `run`."""
+        """Returns whether csrc/python may repeat such a call without `run`."""
 
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Tells the peers that this rank refuses a call that they may be making."""
 
     def interrupted(self, error: BaseException) -> None:
-        """Tells the peers that this rank has left a call by an exception of a signal handler."""
+        """Tells the peers that an exception of a signal handler ended a call of this rank."""
 
     def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
-        """Raises the error behind the status that a call returned."""
+        """Raises the error for the status that a call returned."""
 
 
 class Dispatcher(Runner):
-    """Runs the calls of one target, and keeps what was decided about them.
+    """Runs the calls of one target, and keeps the prepared calls.
 
     Args:
-        target: who makes them.
-        function: of the library, by which repeated ones are made; None if each is made by `target`.
-        handle: that it takes, if it takes one.
-        lock: held while it runs, if another thread may make calls.
+        target: runs the calls.
+        function: C function for repeated calls; None: `target` runs every call.
+        handle: first argument of `function`, if it has one.
+        lock: held while `function` runs, if several threads may call.
 
     Attributes:
-        call: as the method of every Runner; csrc/python runs the calls that it recognizes.
-        fast: what `call` recognizes; its owner closes it.
+        call: as in Runner; csrc/python runs the calls that it recognizes.
+        fast: the functions of csrc/python for this dispatcher; its owner closes them.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class Dispatcher(Runner):
     ) -> None:
         self._target = target
         self._prepared: dict[Any, PreparedCall] = {}
-        # What csrc/python holds is not seen by the garbage collector: it must not hold this.
+        # The garbage collector does not see what csrc/python holds, so that must not hold `self`.
         myself = weakref.ref(self)
 
         def missed(*arguments: Any, **fields: Any) -> Any:
-            return Runner.call(_living(myself), *arguments, **fields)
+            return Runner.call(_deref(myself), *arguments, **fields)
 
         def failed(status: int, **fields: Any) -> NoReturn:
-            _living(myself)._fail(status, Call(**fields))
+            _deref(myself)._fail(status, Call(**fields))
 
         self.fast = fast_call.new(missed, failed, target.device, function, handle, lock)
         self.call = self.fast.call  # type: ignore[method-assign]
 
     def prepared_calls(self) -> list[PreparedCall]:
-        """All that is kept."""
+        """Returns all prepared calls."""
         return list(self._prepared.values())
 
     def forget(self) -> None:
-        """Drops every decision: each call is checked and chosen anew."""
+        """Drops all prepared calls, so that each call is checked and planned again."""
         self._prepared.clear()
         self.fast.forget()
 
@@ -147,19 +147,19 @@ class Dispatcher(Runner):
         self._target.run(prepared, call, memory)
 
     def _find(self, call: Call) -> tuple[Any, PreparedCall | None]:
-        """What the call is kept by, and what was decided about it."""
+        """Returns the key of a call, and its prepared call if there is one."""
         try:
             key = _key_of(call)
             prepared = self._prepared.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
-            return None, None  # a wrong argument: the checks say which
-        # Tensors of one geometry may still differ in kind; only calls of plain ones are kept.
+            return None, None  # a wrong argument, which the checks report
+        # Tensors of one geometry may differ in kind; prepared calls are for plain tensors.
         if prepared is not None and not all(map(is_plain, call.given)):
             return None, None
         return key, prepared
 
     def _shard(self, call: Call) -> tuple[int, int] | None:
-        """This rank's rows, where rows belong to ranks."""
+        """Returns this rank's rows, if rows have owners."""
         if not call.owns_rows:
             return None
         return row_shard(call.rows, self._target.world_size, self._target.rank)
@@ -173,30 +173,30 @@ class Dispatcher(Runner):
 
     def _fail(self, status: int, call: Call) -> NoReturn:
         prepared = None
-        with contextlib.suppress(Exception):  # it is for the words of the error only
+        with contextlib.suppress(Exception):  # only needed for the text of the error
             prepared = self._find(call)[1]
         self._target.fail(status, prepared)
 
 
-def _living(dispatcher: weakref.ref[Dispatcher]) -> Dispatcher:
+def _deref(dispatcher: weakref.ref[Dispatcher]) -> Dispatcher:
     found = dispatcher()
     if found is None:
-        raise CommunicatorClosedError("the communicator is gone: keep it while it is called.")
+        raise CommunicatorClosedError("the communicator was freed: keep a reference to it.")
     return found
 
 
 def _key_of(call: Call) -> tuple[Any, ...]:
-    """What equal calls have in common: the geometry of their tensors, and their constants.
+    """Returns the key of a prepared call: the geometry of its tensors, and its constants.
 
-    1.0 and True are equal, and so are 0.0 and -0.0, but they are different constants. Types are
-    compared first, so that a tensor passed as a constant is never asked whether it is equal.
+    1.0 and True are equal, and so are 0.0 and -0.0, but they are different constants. Hence the key
+    contains types and signs. Types are compared first, so that a tensor is never compared.
 
     Raises:
-        AttributeError, TypeError, ValueError, RuntimeError, OverflowError: a tensor is none, or
-            what should be a number is none.
+        AttributeError, TypeError, ValueError, RuntimeError, OverflowError: an argument has a wrong
+            type.
     """
     constants, tensors = call.constants, call.tensors
-    # is_inference, requires_grad: the guards of torch's compiler tell tensors apart by these, too.
+    # is_inference, requires_grad: the guards of torch's compiler distinguish tensors by these too.
     geometries = tuple(
         t
         if t is None
@@ -211,13 +211,7 @@ def _key_of(call: Call) -> tuple[Any, ...]:
 
 
 class Chooser:
-    """Chooses the algorithms of a communicator's calls.
-
-    Args:
-        library: of the backend.
-        traits: what all ranks agree on.
-        workspace_bytes: of every rank's workspace.
-    """
+    """Chooses the algorithms of a communicator's calls."""
 
     def __init__(
         self, library: _native.Library, traits: policy.Traits, workspace_bytes: int
@@ -227,9 +221,9 @@ class Chooser:
         self._workspace_bytes = workspace_bytes
 
     def plan(self, call: Call) -> Plan:
-        """How such a call would run; looks at its geometry and constants only."""
+        """Returns the plan of a call, which depends only on its geometry and constants."""
         native = describe(call)
-        # It matters only whether there is any.
+        # Only whether there are such tensors matters.
         native.out = 1 if call.return_normed else None
         native.post_weight = None if call.post_weight is None else 1
         native.num_sources = 1
@@ -248,7 +242,7 @@ class Chooser:
         )
 
     def _rows_per_chunk(self, native: _native.Call) -> dict[str, int]:
-        """Returns how many rows fit a launch among the ranks of an island, by algorithm."""
+        """Returns how many rows fit into a launch within an island, by algorithm."""
 
         def fit(one: _native.Call) -> int:
             return int(
@@ -261,30 +255,30 @@ class Chooser:
         for name, native.algorithm in _native.ALGORITHM.items():
             rows[name] = fit(native)
         if len(self.traits.islands) > 1:
-            gathers = native.op == _native.ALL_GATHER_ROWS  # a launch like that of one island
+            gathers = native.op == _native.ALL_GATHER_ROWS  # one launch, as with one island
             launches = () if gathers else (as_launch_a(native), as_launch_b(native))
             rows["hierarchical"] = min(map(fit, launches), default=rows["two_shot"])
         return rows
 
     def choose(self, call: Call) -> Plan:
-        """As `plan`; refuses an algorithm that was asked for and cannot run."""
+        """Returns the plan; raises UnsupportedError if a requested algorithm cannot run."""
         arguments.check_algorithm(call.algorithm)
         plan = self.plan(call)
-        # One rank has nothing to exchange: whatever is asked for, it computes the same.
+        # With one rank there is nothing to exchange: every algorithm computes the same.
         if call.algorithm not in ("auto", plan.algorithm) and self.traits.world_size > 1:
             raise UnsupportedError(
                 f"algorithm={call.algorithm!r} cannot run here: {plan.reason}. Pass "
-                "algorithm='auto' or 'unfused'; the results are the same bits."
+                "algorithm='auto' or 'unfused'; results are bit-identical."
             )
         return plan
 
     def use_tables(self, tables: tuple[policy.Table, ...]) -> None:
-        """Chooses by other tables from now on."""
+        """Replaces the tuning tables for later calls."""
         self.traits = dataclasses.replace(self.traits, tables=tables)
 
 
 def _epilogue(call: Call) -> str:
-    """What follows the sum, by the names of names.EPILOGUES."""
+    """Returns the epilogue of a call, one of names.EPILOGUES."""
     if not call.has_norm:
         return "all_reduce"
     return "norm" if call.quant is None else str(call.quant.kind)

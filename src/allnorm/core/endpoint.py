@@ -1,4 +1,4 @@
-"""One rank's end of a communicator: makes its calls, in turns, and closes it."""
+"""One rank's end of a communicator: runs its calls, one at a time, and closes it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _GIVEN_UP = "this rank has given up"
 
 @dataclass(frozen=True)
 class Stats:
-    """What a communicator has done on this rank since it was made.
+    """Counts of the calls of a communicator on this rank.
 
     Attributes:
-        calls: by algorithm: how often "one_shot" and "two_shot" were launched, replays of CUDA
-            graphs included (a call whose rows do not fit the workspace at once has several
-            launches; on CUDA those that have run are counted), and how many calls ran "unfused"
-            (of those that a CUDA graph captured, the capture). One rank alone launches neither.
-        unfused: the same calls by the reason, as plans say it.
-        fault: what `check()` raises, in words; None if it raises nothing.
+        calls: counts by algorithm. "one_shot" and "two_shot" count launches, replays of CUDA graphs
+            included: a call that does not fit into the workspace has several, and on CUDA only
+            completed ones count. "unfused" counts calls; a captured call counts once. One rank
+            alone makes no launches.
+        unfused: counts of the unfused calls by `Plan.reason`.
+        fault: text of the error that `check()` raises; None if it raises nothing.
     """
 
     calls: dict[str, int]
@@ -55,17 +55,13 @@ class Stats:
 
 
 class Endpoint:
-    """One rank's end of a communicator: makes its calls, each when it is its thread's turn.
-
-    Args:
-        opened: the parts of the communicator.
-        chooser: chooses algorithms.
+    """One rank's end of a communicator: runs its calls, one thread at a time.
 
     Attributes:
-        chooser: as given.
-        dispatcher: takes the calls.
-        failure: what has failed.
-        name, number, rank, world_size, device, timeout: those of `opened`.
+        chooser: chooses algorithms.
+        dispatcher: receives the calls.
+        failure: the failure state.
+        name, number, rank, world_size, device, timeout: as in Opened.
     """
 
     def __init__(self, opened: Opened, chooser: Chooser) -> None:
@@ -82,22 +78,22 @@ class Endpoint:
             opened.hierarchy.between.notes = self.failure.notes
         self._turn = Turn()
         self._ended = False  # close() has released everything
-        self._streams: set[int | None] = {None}  # that were reported by _note_stream()
+        self._streams: set[int | None] = {None}  # streams that _note_stream() has reported
         self._refusal: Refusal | None = None
-        self._counts: _native.Stats | None = None  # of a native communicator that was closed
-        self._unfused: Counter[str] = Counter()  # calls, by why they ran so
-        self._hierarchical = 0  # calls
+        self._counts: _native.Stats | None = None  # counts of a closed native communicator
+        self._unfused: Counter[str] = Counter()  # unfused calls, by reason
+        self._hierarchical = 0  # hierarchical calls
         if opened.handle:
             run, handle = opened.library.run, opened.handle
             self.dispatcher = Dispatcher(self, run, handle, self._turn.lock)
-        else:  # one rank needs no exchange; more go through the process group
+        else:  # one rank needs no exchange; several use the process group
             self.dispatcher = Dispatcher(
                 self, opened.library.local if self.world_size == 1 else None
             )
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks; None after `close()` and when the group was destroyed."""
+        """The process group; None after `close()` and after the group was destroyed."""
         return self._opened.group()
 
     @property
@@ -106,19 +102,19 @@ class Endpoint:
         return self._opened.closed
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
-        """Returns whether the communicator is open, and `group` is its group."""
+        """Returns whether the communicator is open and belongs to `group`."""
         return not self.closed and self._opened.group() is group
 
-    # ---- a call, as Dispatcher asks for it ------------------------------------------------------
+    # ---- running a call, for the Dispatcher -----------------------------------------------------
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
-        """Returns whether the library makes such a call by itself."""
+        """Returns whether csrc/python may repeat such a call."""
         if self._handle:
             return prepared.plan.algorithm in names.FUSED
         return self.world_size == 1 and prepared.op != "all_gather_rows"
 
     def run(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
-        """Makes a call, when it is this thread's turn. Collective."""
+        """Runs a call when it is this thread's turn. Collective."""
         try:
             status, refused = self._run_in_turn(prepared, call, memory)
         except AllnormError:
@@ -135,11 +131,11 @@ class Endpoint:
     def _run_in_turn(
         self, prepared: PreparedCall, call: Call, memory: Memory
     ) -> tuple[int, Exception | None]:
-        """Returns the status of a call, and why this rank alone refuses to make it."""
+        """Returns the status of a call, and an error if only this rank refuses the call."""
         try:
             self._take_turn(sys._getframe())
             try:
-                # Copies of unaligned inputs live until the call has been made.
+                # Copies of unaligned inputs must live until the call was launched.
                 inputs = prepared.bind(call, memory)
             except Exception as error:  # noqa: BLE001 - raised when the turn has ended
                 return _native.OK, error
@@ -154,9 +150,9 @@ class Endpoint:
             self._turn.end(sys._getframe())
 
     def interrupted(self, error: BaseException) -> None:
-        """Ends the communicator after an exception of a signal handler in the middle of a call.
+        """Fails the communicator after a signal handler raised an exception during a call.
 
-        The peers may be in this call or in the next one: they learn it at once.
+        Peers may be in this call or in the next one; they are told at once.
         """
         if self.closed or self.failure.is_final or self.world_size == 1:
             return
@@ -164,28 +160,28 @@ class Endpoint:
         self._refuse_next()
 
     def _refuse_next(self) -> None:
-        """Lets peers on CUDA, where nothing else ends their waits, see that no call follows."""
+        """Tells peers on CUDA, where nothing else ends their waits, that no call follows."""
         if self.device.type == "cuda" and self._handle:
-            # To close the native communicator would be to wait for the device.
+            # Closing the native communicator would wait for the device.
             with contextlib.suppress(Exception):
                 if not torch.cuda.is_current_stream_capturing():
                     Refusal(self.device).run(self._library, self._handle)
 
     def refuse(self, error: Exception, algorithm: str) -> None:
-        """Lets the peers know that this rank makes no call where they may make one.
+        """Tells the peers that this rank refuses a call that they may make.
 
-        For an error that this rank alone may raise, before the call has begun. Ranks that all
-        refuse are in step afterwards; a rank that does not refuse raises too, and at once. What
-        ranks refuse alike is told to nobody.
+        This is for errors that may occur on one rank only, before the call starts. Ranks that all
+        refuse stay in step; a rank that does not refuse raises at once. Errors that every rank
+        raises need no message.
 
         Args:
-            error: that this rank will raise.
-            algorithm: of the call.
+            error: error that this rank will raise.
+            algorithm: algorithm of the call.
         """
         if self.world_size == 1 or self.closed:
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # the capture fails with this error, there is nothing to replay
+            return  # the capture fails with this error, so nothing will be replayed
         try:
             self._take_turn(sys._getframe())
             if algorithm in names.BETWEEN_ISLANDS:
@@ -206,7 +202,7 @@ class Endpoint:
             self._turn.end(sys._getframe())
 
     def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
-        """Raises what a call that ended with this status has recorded."""
+        """Raises the recorded error of a call that ended with this status."""
         if status == _native.INTERRUPTED:
             self.failure.notes.post(Cause(self.rank, INTERRUPTED))
             fast_call.raise_interrupt()
@@ -216,18 +212,15 @@ class Endpoint:
             self.check(prepared)
         try:
             _native.raise_status(self._library, status)
-        except ValueError as error:  # refused before anything was exchanged
+        except ValueError as error:  # refused before any exchange
             self.refuse(error, "fused" if prepared is None else prepared.plan.algorithm)
             raise
         raise AllnormError(f"status {status}")
 
     def _take_turn(self, call: FrameType) -> None:
-        """Waits for the calls of other threads.
+        """Takes the turn for the call whose frame is `call`, after the calls of other threads.
 
-        The lock also keeps another thread from changing the bound call while it is being read.
-
-        Args:
-            call: the frame that ends the turn.
+        The turn also keeps other threads from changing a bound call while it is read.
         """
         if not self._turn.try_take(call):
             self._refuse_within_call("a call")
@@ -238,20 +231,19 @@ class Endpoint:
         self.failure.check_usable()
 
     def _refuse_within_call(self, what: str) -> None:
-        """Raises if this very thread is in a call of this communicator."""
+        """Raises if this thread is already in a call of this communicator."""
         if self._turn.is_here() or threading.get_ident() == self.dispatcher.fast.holder():
             raise AllnormError(
                 f"{what} of communicator {self.name} within a call of it, from a signal handler: "
-                "the other ranks cannot know of it, and the outer call is not done. Leave a note "
-                "for after the call, or raise an exception, which ends it."
+                "the other ranks do not expect it, and the outer call has not finished. Set a flag "
+                "and make the call later, or raise an exception, which ends the outer call."
             )
 
     def _end_beside_call(self) -> bool:
-        """Ends the communicator, since another thread is in a call of it; returns whether it did.
+        """Fails the communicator because another thread is in a call; returns whether it did.
 
-        Which of the two comes first differs from rank to rank, so each rank would sum the rows of
-        one with those of the other. This is seen only where two calls meet: nothing is added to
-        calls that have their turn.
+        The order of the two calls may differ between ranks, which would add rows of different
+        calls. Only calls that overlap in time are detected, which costs other calls nothing.
         """
         if self.world_size == 1 or self.closed or self.failure.is_final:
             return False
@@ -259,10 +251,10 @@ class Endpoint:
         return True
 
     def _note_stream(self, handle: int) -> None:
-        """Tells the library that a stream lasts as long as the process: calls on it cost less.
+        """Tells the library if a stream is never destroyed, because calls on it then cost less.
 
-        Streams of torch are never destroyed; those that others have made, of which the handle is
-        all that torch knows, may be.
+        torch never destroys its own streams. It may know only the handle of a stream that others
+        created, and such a stream may be destroyed.
         """
         self._streams.add(handle)
         stream = torch.cuda.current_stream(self.device)
@@ -274,8 +266,8 @@ class Endpoint:
     def _run_through_group(
         self, prepared: PreparedCall, inputs: tuple[torch.Tensor | None, ...], memory: Memory
     ) -> int:
-        self.check()  # the library does it for the others
-        self._opened.living_group()  # raises before the ranks tell each other anything
+        self.check()  # the library checks fused calls
+        self._opened.living_group()  # raises before the ranks exchange anything
         try:
             if prepared.plan.algorithm == "hierarchical":
                 status = self._run_hierarchical(prepared, inputs, memory)
@@ -285,12 +277,12 @@ class Endpoint:
                 self.failure.end_wait(status)
             return status
         except PeerDivergedError:
-            raise  # then all are in step, and go on, or the library has written NaN
+            raise  # the ranks are in step and go on, or the library has written NaN
         except (PeerTimeoutError, CommunicatorClosedError, *unfused.IN_STEP):
             make_nan(memory)
             raise
         except BaseException as error:
-            # In the middle of the exchange: peers may be in their next call, or still in this one.
+            # In the middle of an exchange, so peers may be in this call or in their next one.
             raised = self.failure.give_up(error)
             with contextlib.suppress(Exception):
                 make_nan(memory)
@@ -336,7 +328,7 @@ class Endpoint:
         )
 
     def parts(self, call: Call) -> dict[str, Callable[[], object]]:
-        """Returns the parts of a hierarchical call, as `Communicator._parts`."""
+        """Returns the steps of a hierarchical call, as `Communicator._parts`."""
         assert self._hierarchy is not None
         prepared = PreparedCall(call, self.choose(call))
         memory = prepared.allocate(call)
@@ -350,13 +342,13 @@ class Endpoint:
         )
 
     def _abandon(self) -> None:
-        """Ends this rank's part of a call that cannot be finished, and the waits for it."""
+        """Aborts this rank's part of a call that cannot be finished, and the waits for it."""
         self.dispatcher.fast.close()
         for exchange in self._opened.exchanges():
             exchange.abort(_GIVEN_UP)
         if self._channel is not None:
             self._channel.end_waits()
-        if self._handle and self.device.type == "cpu":  # on CUDA that would wait for the device
+        if self._handle and self.device.type == "cpu":  # on CUDA this would wait for the device
             counts = _native.Stats()
             if self._library.comm_stats(self._handle, ctypes.addressof(counts)) == _native.OK:
                 self._counts = counts
@@ -377,7 +369,7 @@ class Endpoint:
         if self._hierarchy is not None:
             fused = {**dict.fromkeys(names.FUSED, 0), "hierarchical": self._hierarchical}
         elif self._handle and self._channel is not None and self.device.type == "cpu":
-            fused["two_shot"] -= self._channel.launches  # made with the same handle
+            fused["two_shot"] -= self._channel.launches  # the channel uses the same handle
         reasons = dict(self._unfused)
         failure = self.failure.found()
         fault = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -400,8 +392,8 @@ class Endpoint:
             self._channel.end_waits()
         for exchange in self._opened.exchanges():
             exchange.close()
-        # Ends calls that wait, and returns when no thread is in one any more. The handle stays
-        # valid for threads that are about to use it.
+        # Ends waiting calls, and returns once no thread is in one. The handle stays valid for
+        # threads that are about to use it.
         busy = bool(self._handle) and self._library.comm_close(self._handle) == _native.BUSY
         try:
             self._turn.wait(sys._getframe())
@@ -410,7 +402,7 @@ class Endpoint:
             if self._channel is not None:
                 self._channel.close()
             self.dispatcher.forget()
-            if not busy:  # else a CUDA graph may use the workspaces, which then stay for good
+            if not busy:  # otherwise a CUDA graph may use the workspaces, which then stay
                 self._opened.workspace.release()
             self._opened.group = lambda: None
             self._ended = True
@@ -418,35 +410,33 @@ class Endpoint:
             self._turn.end(sys._getframe())
 
     def destroy(self) -> None:
-        """Frees what close() leaves for threads that are about to use it. None may be left."""
+        """Frees what close() keeps for threads that are about to use it. None may be left."""
         if self._handle:
             self._library.comm_destroy(self._handle)
         if self._channel is not None:
             self._channel.destroy()
 
     def peer_ended(self, rank: int, settled: bool) -> None:
-        """Ends the waits for a peer whose process has ended.
+        """Ends the waits for a peer whose process has exited.
 
-        Args:
-            rank: the peer.
-            settled: whether everything it had sent has arrived.
+        `settled` means that everything that it had sent has arrived.
         """
-        place: int | None = rank
+        index: int | None = rank
         if self._hierarchy is not None:
-            place = self._hierarchy.place_of(rank)
-        if self._handle and place is not None:
-            self._library.comm_peers_died(self._handle, 1 << place, int(settled))
+            index = self._hierarchy.place_of(rank)
+        if self._handle and index is not None:
+            self._library.comm_peers_died(self._handle, 1 << index, int(settled))
         if self._channel is not None:
             self._channel.peer_ended(rank)
-        if self.device.type == "cuda":  # nothing else ends what NCCL waits for on the GPU
+        if self.device.type == "cuda":  # nothing else ends NCCL's waits on the GPU
             why = f"the process of rank {rank} has ended"
-            if self._hierarchy is not None and place is None:
+            if self._hierarchy is not None and index is None:
                 self._hierarchy.between.abort(why)
             if self._opened.connection is not None:
                 self._opened.connection.abort(why)
 
     def become_fork(self) -> None:
-        """Closes it in a child of fork(), without touching anything that the parent uses."""
+        """Closes it in a child of fork(), without touching resources of the parent."""
         self._opened.closed = True
-        self._turn = Turn()  # another thread may have had it
+        self._turn = Turn()  # another thread of the parent may have held it
         self.dispatcher.fast.close()

@@ -1,4 +1,4 @@
-"""The failure of a communicator: why a wait has ended, and what every later call raises."""
+"""The failure of a communicator: why a wait ended, and the error of all later calls."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from allnorm.core.refusal import is_refusal
 from allnorm.core.watch import Watch
 from allnorm.errors import AllnormError, PeerDiedError, PeerLeftError, PeerTimeoutError
 
-# A process may outlive its connections by so long.
+# Grace period between a lost connection and the exit of its process.
 _END_SECONDS = 0.5
 _PAUSE_SECONDS = 0.01
-# After so long, what a rank sent before it ended has arrived: a longer wait is for the rank itself.
+# By this time everything has arrived that a rank sent before it exited, so a wait is for the rank.
 _ARRIVAL_SECONDS = 0.2
 _CROSSED = (
-    " called the communicator at the same time: their order differs from rank to rank, and rows of "
-    "both would be summed. Give each thread a Communicator of its own, made in the same order on "
-    "every rank (for functions: a process group of its own), or let the threads take turns, alike "
-    "on every rank"
+    " called the communicator at the same time: their order differs between ranks, which would add "
+    "rows of different calls. Give each thread its own Communicator, created in the same order on "
+    "every rank (for functions: its own process group), or let the threads take turns in the same "
+    "order on every rank"
 )
-# Statuses of calls after which the library has a fault record.
+# Statuses with which the library records a fault.
 RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
     _native.INTERRUPTED,
@@ -48,7 +48,7 @@ _ERRORS = {
 
 
 class _FaultError(RuntimeError):
-    """A wait in the library has ended with this fault, whose ranks are those of the group."""
+    """A wait in the library ended with this fault; its ranks are those of the group."""
 
     def __init__(self, fault: _native.Fault) -> None:
         super().__init__(f"status {fault.status}, rank {fault.peer}")
@@ -56,24 +56,21 @@ class _FaultError(RuntimeError):
 
 
 class _TooLateError(RuntimeError):
-    """A wait for the process group has lasted the whole timeout."""
+    """A wait for the process group lasted the whole timeout."""
 
 
 class Failure:
-    """Whether a communicator has failed, and why; ends its waits.
+    """The failure state of a communicator; ends its waits.
 
     Args:
-        opened: the parts of the communicator.
-        prepared_calls: returns the calls that were prepared, of which one may have failed.
-        abandon: ends this rank's part of a call that cannot be finished, and the waits for it.
+        opened: parts of the communicator.
+        prepared_calls: returns the prepared calls, one of which may have failed.
+        abandon: aborts this rank's part of a call that cannot be finished.
 
     Attributes:
-        rank: this rank.
-        world_size: the number of ranks.
-        timeout: the timeout of every wait.
-        notes: where ranks read who waits for whom.
-        watch: the processes of the peers; None for one rank.
-        refused: why this rank last refused a call that its peers may have made.
+        notes: record of which rank waits for which.
+        watch: watch of the peers' processes; None for one rank.
+        refused: error with which this rank last refused a call.
     """
 
     def __init__(
@@ -88,14 +85,14 @@ class Failure:
         self.refused = ""
         self._opened = opened
         self._prepared_calls, self._abandon = prepared_calls, abandon
-        # What this rank and its peer have said of the calls in which they diverged.
+        # The accounts of this rank and its peer about the calls in which they diverged.
         self._accounts: tuple[faults.Account, faults.Account] | None = None
-        # Makes the error of every call after this rank has given up.
+        # Creates the error of every call after this rank has given up.
         self._error: Callable[[], PeerTimeoutError] | None = None
 
     @property
     def is_final(self) -> bool:
-        """Whether this rank has given up: every later call raises the error of the failure."""
+        """Whether this rank has given up; every later call then raises the error."""
         return self._error is not None
 
     def check_usable(self) -> None:
@@ -105,14 +102,13 @@ class Failure:
             raise self._error()
 
     def check(self, prepared: PreparedCall | None = None) -> None:
-        """Raises what has failed, as `Communicator.check`.
+        """Raises the failure, if there is one, as `Communicator.check`.
 
-        Args:
-            prepared: the call that has just ended; None if it is not known.
+        `prepared` is the call that has just ended, if it is known.
         """
         self.check_usable()
         failure = next((one.failure for one in self._opened.exchanges() if one.failure), "")
-        if failure:  # of an exchange that only the GPU waits for
+        if failure:  # only the GPU waited for that exchange
             failed = self.give_up(GroupError(failure))
             assert failed is not None
             raise failed
@@ -126,7 +122,7 @@ class Failure:
             _native.raise_status(self._opened.library, status)
 
     def found(self) -> AllnormError | None:
-        """Returns what `check` raises; None if it raises nothing."""
+        """Returns the error that `check` raises, or None."""
         try:
             self.check()
         except AllnormError as error:
@@ -136,7 +132,7 @@ class Failure:
     # ---- waits -------------------------------------------------------------------------------
 
     def look_at_peers(self, seconds: float) -> None:
-        """Ends a wait of so many seconds for the process group, by raising, if it is to end."""
+        """Raises if a wait for the process group that has lasted `seconds` must end."""
         self.check_usable()
         self.notes.beat()
         if seconds > _ARRIVAL_SECONDS:
@@ -147,13 +143,7 @@ class Failure:
             raise _TooLateError(f"no answer of the process group within {seconds:g} s")
 
     def end_wait(self, status: int, fault: _native.Fault | None = None) -> NoReturn:
-        """Raises what a wait in the library ended with.
-
-        Args:
-            status: of the call.
-            fault: what the library has recorded, with numbers of ranks of the group; None: it is in
-                the communicator's own record.
-        """
+        """Raises the error of a failed wait in the library, as described at Waits."""
         if status == _native.INTERRUPTED:
             fast_call.raise_interrupt()
         if status == _native.CLOSED:
@@ -179,10 +169,10 @@ class Failure:
     # ---- the end of a communicator that cannot go on ----------------------------------------
 
     def give_up(self, error: BaseException) -> PeerTimeoutError | None:
-        """Ends the communicator after an error in the middle of a call through the process group.
+        """Fails the communicator after an error during a call through the process group.
 
         Returns:
-            The error to raise; None: the given one, which is of this rank alone.
+            The error to raise; None: the given one, which concerns only this rank.
         """
         cause = self._cause_of(error)
         if cause is None:
@@ -193,13 +183,13 @@ class Failure:
         return self._error()
 
     def end_with(self, cause: Cause) -> None:
-        """Makes every later call raise the error for a cause, and lets the peers know."""
+        """Makes every later call raise the error for a cause, and tells the peers."""
         self._error = self._error_of(cause)
         self.notes.post(cause)
         self._abandon()
 
     def _cause_of(self, error: BaseException) -> Cause | None:
-        """Returns why a wait has ended; None if `error` is of this rank alone."""
+        """Returns why a wait ended; None if `error` concerns only this rank."""
         if isinstance(error, WaitEndedError):
             return error.cause
         if isinstance(error, _FaultError):
@@ -208,7 +198,7 @@ class Failure:
             return None
         cause = None
         if not isinstance(error, _TooLateError):
-            # The process group, or the store, has failed. Notes say why, perhaps a little later.
+            # The process group or the store failed. Notes tell why, perhaps a little later.
             deadline = time.monotonic() + _END_SECONDS
             while (cause := self.notes.find(self._is_dead) or self.notes.first()) is None:
                 self.notes.beat()
@@ -220,15 +210,15 @@ class Failure:
         return cause
 
     def _cause_of_fault(self, fault: _native.Fault) -> Cause:
-        """Returns why a wait in the library has ended with a fault."""
+        """Returns why a wait in the library ended with a fault."""
         peer, kind = int(fault.peer), _KIND_OF_STATUS[fault.status]
         if kind == LATE:
             return self.notes.settle(self._is_dead, peer) or Cause(peer, LATE, "did not come")
-        # It may have ended because of another rank.
+        # The peer may have failed because of another rank.
         return self.notes.said_by(peer) or Cause(peer, kind)
 
     def _error_of(self, cause: Cause) -> Callable[[], PeerTimeoutError]:
-        """Makes the error for a cause, now and later."""
+        """Returns a function that creates the error for a cause."""
         what = "a call"
         if self._opened.hierarchy is not None:
             what = "a call between islands"
@@ -248,9 +238,9 @@ class Failure:
         }
         text = texts[cause.kind]
         if cause.rank == self.rank:
-            text = f"{own} was late in {what}: its peers waited for it, and have given up"
+            text = f"{own} was late in {what}: its peers timed out waiting for it"
             if cause.kind == INTERRUPTED:
-                text = f"{own} was interrupted, by an exception, in {what}{details}"
+                text = f"{own} was interrupted by an exception in {what}{details}"
             if cause.kind == CROSSED:
                 text = f"two threads of {own}{_CROSSED}"
         kind = _ERRORS.get(cause.kind, PeerTimeoutError)
@@ -276,7 +266,7 @@ class Failure:
             elif fault.status in _KIND_OF_STATUS:
                 cause = self._cause_of_fault(fault)
                 if cause.rank not in (fault.peer, self.rank) or cause.kind == CROSSED:
-                    # The peer has ended, or is late, because of this one.
+                    # The peer has exited, or is late, because of that rank.
                     self.end_with(cause)
                     assert self._error is not None
                     return self._error()
@@ -285,13 +275,13 @@ class Failure:
         return faults.fault_error(fault, self.timeout, *self._accounts, watch=self.watch)
 
     def _account(self, fault: _native.Fault, prepared: PreparedCall | None) -> faults.Account:
-        """Returns what this rank says of the call in which it failed."""
+        """Returns this rank's account of the call in which it failed."""
         if is_refusal(fault.expected_shape, fault.expected_tokens):
             return {faults.REFUSED: self.refused}
         if is_announcement(fault.expected_shape) and self._opened.channel is not None:
             announced = self._opened.channel.announced
             return {} if announced is None else announced.described()
-        # On CUDA the fault is of an earlier call than the one that reports it.
+        # On CUDA the fault belongs to an earlier call than the one that reports it.
         prepared_calls = self._prepared_calls()
         if prepared is not None and self._opened.device.type == "cpu":
             prepared_calls = [prepared]
@@ -299,5 +289,5 @@ class Failure:
 
 
 def text_of(error: BaseException) -> str:
-    """Returns an exception in one line."""
+    """Formats an exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500].rstrip(": ")

@@ -1,8 +1,8 @@
-"""Repeated calls, made without Python: the binding of csrc/python.
+"""Repeated calls without Python: the binding of csrc/python.
 
-Most of what a call costs the host is Python's: finding what was decided about it, making results,
-reading addresses. C does that for a call that was made twice, by CPython's stable ABI. Calls that
-it does not recognize go to dispatch.py, which also works without this library.
+Most host time of a call is Python's: to look up the prepared call, allocate results and read
+addresses. C does this for calls that were made twice, through CPython's stable ABI. Other calls go
+to dispatch.py, which also works without this library.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 _NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.h
-# Constants that C may compare: equal ones of these types, of floats with the same bits, are the
-# same. Classes are compared too.
+# Types of constants that C may compare: equal values mean the same (floats are compared by bits).
+# Classes are compared too.
 _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
 _TENSORS = (*INPUTS, *MEMORY)
 _STATIC_SCALE, _OUT = _TENSORS.index("static_scale"), _TENSORS.index("out")
-# Tensors without hidden_size columns, which kernels read element by element.
+# Tensors without hidden_size columns; the kernels read them element by element.
 _NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weights"})
 
 
 class FastCall(NamedTuple):
-    """The functions of csrc/python that stand in front of one Dispatcher.
+    """The functions of csrc/python for one Dispatcher.
 
     Attributes:
         call: takes the fields of a Call by keyword; returns the results.
-        keep: takes what `_prepare` returns; `call` repeats such calls from now on.
+        keep: takes a result of `_prepare`; `call` repeats such calls from then on.
         forget: drops all that was kept.
-        close: the same; and a call that another thread is about to launch does nothing.
-        holder: the thread that has a launch under way, as `threading.get_ident` names it, or 0.
+        close: acts like `forget`, and cancels launches that other threads are about to make.
+        holder: returns the id of the thread that is in a launch (threading.get_ident), or 0.
     """
 
     call: Callable[..., Any]
@@ -56,7 +56,7 @@ class FastCall(NamedTuple):
 
 
 def available() -> bool:
-    """Whether the library is there and fits this interpreter."""
+    """Returns whether the library exists and supports this interpreter."""
     return _library() is not None
 
 
@@ -68,15 +68,15 @@ def new(
     handle: int | None = None,
     lock: threading.Lock | None = None,
 ) -> FastCall:
-    """Makes calls on `device` by a function of the library, those that it recognizes.
+    """Creates the functions that make repeated calls on a device.
 
     Args:
-        missed: makes those that it does not; takes the fields of a Call by keyword.
+        missed: runs calls that are not recognized; takes the fields of a Call by keyword.
         failed: takes a status other than 0, and the fields of the Call by keyword.
-        device: of the tensors.
-        function: of the library, which takes an AllnormCall last; None: nothing is recognized.
-        handle: what the function takes first, if anything.
-        lock: held while it runs, if any.
+        device: device of the tensors.
+        function: C function that takes an AllnormCall last; None: no call is recognized.
+        handle: first argument of `function`, if it has one.
+        lock: held while `function` runs, if given.
     """
     functions = _library()
     if function is None or functions is None or shortcuts.fast_empty(device) is None:
@@ -90,7 +90,7 @@ def new(
 
 
 def keep(fast: FastCall, prepared: PreparedCall, call: Call, memory: Memory) -> None:
-    """Lets `fast` make calls like this one from now on, if it can. It keeps no tensor of it."""
+    """Makes `fast` repeat calls like this one, if it can. Keeps no tensor of the call."""
     if isinstance(prepared.repeated, str):
         prepared.repeated = _prepare(prepared, call, memory)
     if prepared.repeated is not None:
@@ -98,7 +98,7 @@ def keep(fast: FastCall, prepared: PreparedCall, call: Call, memory: Memory) -> 
 
 
 def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
-    """What `FastCall.keep` takes; None if nothing can."""
+    """Returns the argument of `FastCall.keep`; None if such calls cannot be repeated."""
     functions = _library()
     native = prepared.repeatable(call, memory)
     if functions is None or native is None:
@@ -109,7 +109,7 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
     new = shortcuts.fast_empty(device)
     results: list[tuple[int, Any, tuple[Any, ...]]] = []
     for result in prepared.results:
-        if result is None:  # Call.out stands for rows that are not wanted, and is None
+        if result is None:  # rows that are not wanted; Call.out is None then
             results.append((_OUT, None, ()))
             continue
         place = _TENSORS.index(result.field)
@@ -128,9 +128,9 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
         for tensor, (given, _, _) in zip(call.tensors, operands, strict=True)
         if tensor is not None and given == _TENSOR
     ]
-    # What requires grad is taken only while gradients are disabled.
+    # Tensors that require grad are recognized only while gradients are disabled.
     grad_enabled = torch.is_grad_enabled if any(t.requires_grad for t in once) else None
-    # Inference tensors have no version. The check tells them from others.
+    # Inference tensors have no version; `alike` distinguishes them from other tensors.
     has_version = any(t is not None and not t.is_inference() for t in call.memory)
     overwrite = shortcuts.version_counter() if has_version else None
     given, aligns, spans = zip(*operands, strict=True)
@@ -143,7 +143,7 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
 
 
 def _operand(call: Call, prepared: PreparedCall, field: str) -> tuple[int, int, int]:
-    """The fields of an Operand of prepared.h: given, align_bytes, span_bytes."""
+    """Returns the fields of an Operand of prepared.h: given, align_bytes, span_bytes."""
     tensor = getattr(call, field)
     if tensor is None:
         return _NOTHING, 1, 0
@@ -162,7 +162,7 @@ def _operand(call: Call, prepared: PreparedCall, field: str) -> tuple[int, int, 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Lets Python make every call of this process, to be seen there."""
+    """Makes every call of this process run in Python, where it can be observed."""
     functions = _library()
     if functions is not None:
         functions.watch(1)
@@ -174,14 +174,14 @@ def watched() -> Iterator[None]:
 
 
 def raise_interrupt() -> None:
-    """Raises what a signal handler raised while this thread waited in the library; else nothing."""
+    """Raises the exception of a signal handler that ran while this thread waited, if any."""
     functions = _library()
     if functions is not None:
         functions.raise_interrupt()
 
 
 def keywords() -> tuple[Any, ...]:
-    """Returns the table of use_keywords() in csrc/python/arguments.h."""
+    """Returns the argument of use_keywords() in csrc/python/arguments.h."""
     table = []
     for field in dataclasses.fields(Call):
         default = () if field.default is dataclasses.MISSING else (field.default,)
@@ -201,7 +201,7 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _library() -> _Functions | None:
-    """The functions of the library; None where it was not built, or is for other interpreters."""
+    """Returns the library's functions; None if it is missing or for other interpreters."""
     path = pathlib.Path(__file__).parent.parent / "lib" / "liballnorm_python.so"
     if sys.implementation.name != "cpython" or "t" in sys.abiflags:
         return None

@@ -1,8 +1,8 @@
-"""What a recorded fault says to the user, and how ranks that diverged tell each other more.
+"""Errors for recorded faults, and the accounts that ranks exchange after they diverged.
 
-A fault holds what ranks announce of a call, which is not all that they compare: of eps, weight_bias
-and some more there is a hash only. So ranks that have diverged publish an account of their own
-call, by way of the process group's store, and read the other's. Nothing of it happens before.
+A fault contains only part of what ranks compare of a call: eps, weight_bias and some others are
+only a hash. So ranks that diverged publish an account of their own call in the process group's
+store, and read the other's. This happens only after a failure.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerDivergedError, PeerLeftError, PeerTimeoutError
 
 Account = dict[str, str]
-"""What a rank says of its call beside what the fault says, by name; REFUSED: why it made none."""
+"""What a rank knows of its call beyond the fault, by name; REFUSED: why it refused it."""
 
 REFUSED = "refused"
-# On CPU peers know within moments that they have diverged; on CUDA at their next call or check().
+# On CPU peers notice a divergence within moments; on CUDA at their next call or check().
 _ACCOUNT_SECONDS = 2.0
 
 
 def account_of(fault: _native.Fault, calls: Sequence[Announcement]) -> Account:
-    """What this rank has to say of the call of a fault.
+    """Returns this rank's account of the call of a fault.
 
     Args:
-        fault: that was recorded.
-        calls: those that may have been it; more than one may look alike in the fault.
+        fault: the recorded fault.
+        calls: calls that may have caused it; several may match the fault.
     """
     announced = tag_fields(fault.expected_shape, fault.expected_tokens)
     alike = [call for call in calls if _looks_like(call, announced)]
-    # The launches of a call that is cut into chunks announce the rows of theirs.
+    # Each launch of a call in chunks announces only the rows of its chunk.
     whole = [call for call in alike if call["num_tokens"] == fault.expected_tokens]
     account: dict[str, dict[str, None]] = {}
     for call in whole or alike:
@@ -59,15 +59,15 @@ def _looks_like(call: Announcement, announced: dict[str, str]) -> bool:
 
 
 def ask(group: dist.ProcessGroup, name: str, fault: _native.Fault, own: Account) -> Account:
-    """Publishes this rank's account of its call, and returns the peer's, or {} if none comes.
+    """Publishes this rank's account of its call; returns the peer's, or {} without an answer.
 
-    Bounded: a peer may be busy, and on CUDA it may not know yet.
+    Bounded in time: a peer may be busy, and on CUDA it may not have noticed yet.
 
     Args:
-        group: of the communicator.
-        name: the communicator's `key`, as of Endpoint.
-        fault: of kind DIVERGED.
-        own: what `account_of` says.
+        group: group of the communicator.
+        name: key of the communicator, see Opened.
+        fault: fault with status DIVERGED.
+        own: account of this rank.
     """
     key = f"allnorm/fault/{name}/{fault.expected_op}"
     theirs = f"{key}/{fault.peer}"
@@ -78,14 +78,7 @@ def ask(group: dist.ProcessGroup, name: str, fault: _native.Fault, own: Account)
 
 
 def publish_refusal(group: dist.ProcessGroup, name: str, rank: int, why: str) -> None:
-    """Lets peers that diverge from this rank's next call read why it makes none. Bounded.
-
-    Args:
-        group: of the communicator.
-        name: the communicator's `key`, as of Endpoint.
-        rank: this one.
-        why: what it raises.
-    """
+    """Publishes why this rank refuses its next call, for peers that diverge. Bounded in time."""
     text = json.dumps({REFUSED: why})
     _with_store(group, lambda store: store.set(_refusal_key(name, rank), text))
 
@@ -101,10 +94,10 @@ def _exchange(store: Any, own_key: str, own: Account, key: str) -> bytes:
 
 
 def _with_store(group: dist.ProcessGroup, step: Callable[[Any], Any]) -> Any:
-    """What `step` returns; None if it fails, or takes too long.
+    """Returns what `step` returns; None if it fails or takes too long.
 
-    In a thread, because a store whose process is stopped answers to no deadline. Without the store
-    errors say less.
+    It runs in a thread, because a store whose process is stopped honors no deadline. Without the
+    store, errors contain less.
     """
     found = []
 
@@ -125,30 +118,30 @@ def fault_error(
     seen: Account,
     watch: Watch | None = None,
 ) -> PeerTimeoutError:
-    """The error for a fault: who waited for whom, for what, and what was seen instead.
+    """Returns the error for a fault: who waited for whom, for what, and what was seen instead.
 
     Args:
-        fault: that was recorded.
-        timeout: of the communicator.
-        own: what `account_of` says.
-        seen: the peer's, {} if not known.
-        watch: of its peers' processes.
+        fault: the recorded fault.
+        timeout: timeout of the communicator.
+        own: account of this rank.
+        seen: account of the peer; {} if unknown.
+        watch: watch of the peers' processes.
     """
     expected = _describe(fault.expected_op, fault.expected_shape, fault.expected_tokens, own)
-    # Memory in which no call was ever announced: zeros, or ones as no call announces them.
+    # Memory without an announcement holds NO_SHAPE, or zeros.
     if fault.seen_shape == _native.NO_SHAPE or (fault.seen_shape == fault.seen_tokens == 0):
         words = "nothing"
     else:
         words = _describe(fault.seen_op, fault.seen_shape, fault.seen_tokens, seen)
     kind: type[PeerTimeoutError] = PeerTimeoutError
     rank, peer = f"rank {fault.rank}", f"rank {fault.peer}"
-    what = f"{rank} waited {timeout.total_seconds():g} s in vain for {peer}"
+    what = f"{rank} timed out after {timeout.total_seconds():g} s waiting for {peer}"
     differing = ""
     if fault.status == _native.DIVERGED:
-        kind, what = PeerDivergedError, f"{rank} does another call than {peer}"
+        kind, what = PeerDivergedError, f"{rank} makes a different call than {peer}"
         differing = _differences(fault, own, seen)
         if not differing and not is_refusal(fault.seen_shape, fault.seen_tokens):
-            # These are announced as a hash.
+            # These are announced only as a hash.
             words += (
                 ", but with a different eps, weight_bias, dtype of the weight, format or layout"
             )
@@ -160,16 +153,16 @@ def fault_error(
         left = "it has closed its communicator or was interrupted in a call"
         kind, what = PeerLeftError, f"{rank} waited for {peer}, but {left}"
     elif fault.status == _native.INTERRUPTED:
-        what = f"{rank} was interrupted, by an exception of a signal handler, waiting for {peer}"
+        what = f"{rank} was interrupted by an exception of a signal handler, waiting for {peer}"
     elif watch is not None and fault.peer in watch.blind:
-        what += " (whose process cannot be watched from here, so that its end would not be seen)"
+        what += " (whose process cannot be watched from here, so that an exit goes unnoticed)"
     message = (
         f"{what}. Expected {expected}. Seen from {peer}: {words}. {differing}Results of this and "
         f"later calls are not valid; find out what {peer} did, and make a new Communicator over "
         "healthy ranks."
     )
     if fault.status == _native.TIMEOUT:
-        message += f" {where_it_stands(fault)}"
+        message += f" {describe_progress(fault)}"
     return kind(
         message,
         rank=int(fault.rank),
@@ -180,17 +173,17 @@ def fault_error(
     )
 
 
-def where_it_stands(fault: _native.Fault) -> str:
-    """How far the peer of a timeout has come, by what it announced, and what can keep it there."""
+def describe_progress(fault: _native.Fault) -> str:
+    """Describes how far the peer of a timeout has come, and what may keep it there."""
     if fault.seen_op == fault.expected_op and fault.seen_shape == fault.expected_shape:
         return (
-            f"Rank {fault.peer} has begun this operation and not done all of its part: it stands "
-            "still or has failed in it; or, on a GPU, not all blocks of its kernel have found room."
+            f"Rank {fault.peer} has started this operation but not finished its part: it is stuck "
+            "or failed; or, on a GPU, some thread blocks of its kernel could not be scheduled."
         )
     return (
-        f"Rank {fault.peer} has not begun this operation: it does not make this call, or is late; "
-        "or, on a GPU, its kernel finds no room beside others that wait (another communicator on "
-        "another stream, another process)."
+        f"Rank {fault.peer} has not started this operation: it does not make this call, or is "
+        "late; or, on a GPU, its kernel cannot be scheduled while other kernels wait (those of "
+        "another communicator on another stream, or of another process)."
     )
 
 

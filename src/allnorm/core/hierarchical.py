@@ -1,32 +1,32 @@
-"""Calls over several islands: sums inside each, float32 sums between them, the rest inside again.
+"""Calls over several islands: sums in each, float32 sums between them, the rest in each again.
 
-A call is cut into pieces of rows. Of each piece
+A call is cut into pieces of rows. For each piece:
 
-1. launch A (`ALLNORM_SUM_ROWS`): every rank gets the float32 sums, not rounded, of the rows that it
-   owns in its island: contiguous blocks, as `row_shard` of the piece among the ranks of an island;
-2. ranks of equal place, which own the same rows, exchange these sums (core/between.py);
-3. launch B (`ALLNORM_ISLAND_SUMS`): the owner adds the sums of all islands in order, rounds once,
-   and what follows is done inside the island as in a call of one island.
+1. Launch A (`ALLNORM_SUM_ROWS`): every rank gets the unrounded float32 sums of the rows that it
+   owns in its island. These are contiguous blocks: `row_shard` of the piece over an island's ranks.
+2. Ranks with the same index in their islands own the same rows. They exchange their sums
+   (core/between.py).
+3. Launch B (`ALLNORM_ISLAND_SUMS`): the owner adds the sums of all islands in order and rounds
+   once. The rest runs inside the island, as in a call of one island.
 
-Islands of one rank have no launch A, since a rank's partial is its sum: rows of the dtype of x
-cross, and launch B is the local kernel over those of all ranks.
+Islands of one rank have no launch A, because the partial of the rank is the sum. They exchange rows
+in the dtype of x, and launch B is the local kernel over the rows of all ranks.
 
-Every island does 3 for all rows: a row that is finished in one need not cross to another. Where the
-residual is sharded, a piece is the rows of the ranks of one island, so that a block of launch A is
-the `row_shard` of a rank there. Their residual goes to the ranks of equal place beforehand; they
-finish the rows as well, and only the rank that has the residual keeps the new one.
+Every island runs step 3 for all rows, so no finished row crosses between islands. If the residual
+is sharded, a piece consists of the rows of one island's ranks, so that a block of launch A is the
+`row_shard` of a rank there. Their residual is sent to the ranks with the same index beforehand.
+Those finish the rows as well, and only the rank that holds the residual keeps the new one.
 
-Before a call the ranks tell each other what they are about to do, as before an unfused one: what
-follows is then the same on all of them, and has the same size. On GPUs of several machines they do
-so once for each kind of call, and in a graph when it is captured not at all.
+Ranks announce a call before it runs, like an unfused one. So they all run the same steps with the
+same sizes. On GPUs of several hosts they announce each kind of call only once, and captured calls
+not at all.
 
-Between more than two islands many rows cross in two hops: an owner gets the sums of a part of its
-rows from all islands, adds and rounds them, and sends the others what they have become.
+With more than two islands, many rows cross in two hops: an owner gets the sums of a part of its
+rows from all islands, adds and rounds them, and sends the results to the others.
 
-The exchange of one piece overlaps launch B of the piece before it and launch A of the one behind
-it. In the stream of a rank launches A and B are in the same order on all ranks, and an exchange
-waits for nothing but the launches A of those who take part: so whatever has room on a GPU first,
-the oldest piece can always be finished.
+The exchange of a piece overlaps launch B of the previous piece and launch A of the next one. Every
+rank issues launches A and B in the same order, and an exchange waits only for the launches A of its
+ranks. So whatever the GPUs run first, the oldest piece can always finish.
 """
 
 from __future__ import annotations
@@ -59,19 +59,12 @@ from allnorm.islands import Islands
 
 
 class Hierarchy:
-    """One rank's place among islands, and what it exchanges over.
-
-    Args:
-        meeting: of all ranks.
-        islands: of equal size, more than one rank each.
-        memory: of this rank's island.
-        device: of the tensors.
-        backend: of the process group, for the device.
-        timeout: of the communicator.
+    """The position of a rank among islands, and its exchange with other islands.
 
     Attributes:
-        islands: as given.
-        ranks: of this rank's island, by their place.
+        number: number of this rank's island.
+        ranks: ranks of this island.
+        index: index of this rank in its island.
     """
 
     def __init__(
@@ -84,15 +77,15 @@ class Hierarchy:
         timeout: datetime.timedelta,
     ) -> None:
         self.islands, self.memory = islands, memory
-        self.number, self.place = places(islands, meeting.rank)
+        self.number, self.index = places(islands, meeting.rank)
         self.ranks = islands[self.number]
         self._agreed: set[Announcement] = set()
         self.between = Between(meeting, islands, device, backend, timeout)
 
     def agree_once(self, prepared: PreparedCall, channel: Channel, waits: Waits) -> None:
-        """As `agreement.agree`; between machines, where that is slow, once for each kind of call.
+        """Runs `agreement.agree`, but over a slow channel only once per kind of call.
 
-        All ranks have agreed on the same kinds, since each of them was agreed on by all.
+        All ranks have agreed on the same kinds, because all of them took part each time.
         """
         mine = Announcement.of(prepared)
         if channel.is_slow and mine in self._agreed:
@@ -101,7 +94,7 @@ class Hierarchy:
         self._agreed.add(mine)
 
     def place_of(self, rank: int) -> int | None:
-        """Where a rank of the group is in this island; None if it is in another one."""
+        """Returns the index of a rank in this island; None if it is in a different one."""
         return self.ranks.index(rank) if rank in self.ranks else None
 
 
@@ -115,21 +108,11 @@ def run(
     inputs: tuple[torch.Tensor | None, ...],
     memory: Memory,
 ) -> int:
-    """Runs a bound call; returns the status. Collective.
-
-    Args:
-        prepared: bound.
-        library: of the backend.
-        handle: of the native communicator of this rank's island.
-        hierarchy: of this rank.
-        channel: over which all ranks announce the call.
-        waits: ends waits, and raises what they end with.
-        inputs: as the kernels read them.
-        memory: what they write.
+    """Runs a bound call and returns its status. Collective.
 
     Raises:
-        PeerDivergedError: on every rank, if the ranks do not make the same call. Nothing was
-            computed, and ranks are in step again.
+        PeerDivergedError: the ranks make different calls; every rank raises. Nothing was computed,
+            and the ranks are in step again.
         PeerTimeoutError: a rank did not come.
         RuntimeError: the exchange between islands failed.
     """
@@ -154,24 +137,18 @@ def parts(
     look: Look,
     bind: Callable[[], tuple[torch.Tensor | None, ...]],
 ) -> dict[str, Callable[[], object]]:
-    """Launch A, the exchange and launch B of a call in one piece, each by itself, for benchmarks.
+    """Returns launch A, the exchange and launch B of a call in one piece, for benchmarks.
 
-    Args:
-        prepared: of more than one rank an island; not bound.
-        library: of the backend.
-        handle: of the native communicator of this rank's island.
-        hierarchy: of this rank.
-        look: as `Between.gather` takes it.
-        bind: binds it; returns the inputs as they are read.
+    `bind` binds the call and returns its inputs. Islands have more than one rank.
     """
     x = bind()[0]
     assert x is not None
-    first, end = row_shard(prepared.num_tokens, len(hierarchy.ranks), hierarchy.place)
+    first, end = row_shard(prepared.num_tokens, len(hierarchy.ranks), hierarchy.index)
     shape = end - first, prepared.native.hidden_size
     sums = torch.ones(shape, dtype=torch.float32, device=x.device)
 
     def one() -> _Run:
-        bind()  # to the stream that is current now
+        bind()  # to the current stream
         return _Run(prepared, library, handle, hierarchy, look, x.device.type == "cuda")
 
     def exchange() -> torch.Tensor:
@@ -191,7 +168,7 @@ def parts(
 
 
 class _Run:
-    """One call."""
+    """The run of one call."""
 
     def __init__(
         self,
@@ -208,12 +185,12 @@ class _Run:
         self._saved = chunks.results_of(prepared.native)
         self._is_cuda = is_cuda
         self._alone = len(hierarchy.ranks) == 1
-        self._kept: list[torch.Tensor] = []  # until their launches have been made
+        self._kept: list[torch.Tensor] = []  # tensors that must live until their launches
 
     # ---- sums ------------------------------------------------------------------------------------
 
     def reduce(self, x: torch.Tensor, residual: torch.Tensor | None, memory: Memory) -> int:
-        """Of a call that sums; returns the status."""
+        """Runs a call that sums; returns the status."""
         prepared = self._prepared
         sharded = prepared.shard is not None
         pieces = self._pieces(self._call.hidden_size)
@@ -240,9 +217,9 @@ class _Run:
         residuals: torch.Tensor | None,
         memory: Memory,
     ) -> Iterator[int]:
-        """Makes a piece; yields a status wherever others may be continued while it waits."""
+        """Runs a piece; yields a status wherever other pieces may continue while it waits."""
         hierarchy, hidden_size = self._hierarchy, self._call.hidden_size
-        first, end = row_shard(hi - lo, len(hierarchy.ranks), hierarchy.place)
+        first, end = row_shard(hi - lo, len(hierarchy.ranks), hierarchy.index)
         if self._alone:
             sums = partials[lo:hi].contiguous()
         else:
@@ -258,15 +235,15 @@ class _Run:
     def exchange(
         self, sums: torch.Tensor, dtype: torch.dtype, piece_rows: int
     ) -> Generator[int, None, torch.Tensor]:
-        """The sums of this rank's rows by island; or of all islands, rounded, as the only ones.
+        """Returns the sums of this rank's rows by island, or one total of all islands, rounded.
 
-        Yields where others may be continued while it waits.
+        Yields wherever other pieces may continue while it waits.
 
         Args:
-            sums: of this island.
-            dtype: what the sum of all islands is rounded to.
-            piece_rows: the rows of the piece. The number of hops follows from it, and not from this
-                rank's rows: ranks of one island must wait equally often between launches.
+            sums: sums of this island.
+            dtype: dtype that the total is rounded to.
+            piece_rows: number of rows of the piece, which determines the number of hops. This
+                rank's rows must not: all ranks of an island must wait equally often.
         """
         count, rows = self._between.num_islands, sums.shape[0]
         in_parts = self._between.can_exchange_parts and policy.is_sooner_in_parts(
@@ -303,7 +280,7 @@ class _Run:
         x: torch.Tensor,
         memory: Memory,
     ) -> int:
-        """Launch B: what the sums of a piece become."""
+        """Runs launch B of a piece."""
         call = self._launch_b(lo, hi, sums)
         if self._prepared.shard is not None:
             self._shard_residual(call, number, residuals, x, sums.shape[1])
@@ -311,7 +288,7 @@ class _Run:
             return int(self._library.local(ctypes.addressof(call)))
         if not (self._is_cuda and (call.quantized or 0) % CUDA_ALIGN_BYTES):
             return self._run(call)
-        # The first FP8 row of a shard may lie where no pack can be stored.
+        # The first FP8 row of a shard may be unaligned for stores of packs.
         rows = rows_of(memory["quantized_out"])[lo:hi]
         apart = self._keep(rows.new_empty(rows.shape))
         call.quantized, call.quantized_stride = apart.data_ptr(), apart.stride(0)
@@ -341,11 +318,11 @@ class _Run:
         return self._run(self._launch_a(lo, hi, sums))
 
     def run_b(self, lo: int, hi: int, sums: torch.Tensor) -> int:
-        """Launch B of rows that belong to nobody."""
+        """Runs launch B of rows `lo` to `hi` with a replicated residual; returns the status."""
         return self._run(self._launch_b(lo, hi, sums))
 
     def _launch_a(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
-        """The sums of rows `lo` to `hi` in this island."""
+        """Returns the C call that sums rows `lo` to `hi` in this island."""
         call = as_launch_a(self._call)
         width = _width(call.dtype)
         call.num_tokens = hi - lo
@@ -365,7 +342,7 @@ class _Run:
         return call
 
     def _launch_b(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
-        """What becomes of the sums of rows `lo` to `hi`."""
+        """Returns the C call that finishes rows `lo` to `hi`."""
         call = as_launch_b(self._call)
         width = _width(call.dtype)
         if self._alone:
@@ -394,10 +371,10 @@ class _Run:
         self._kept.append(tensor)
         return tensor
 
-    # ---- rows that belong to ranks ---------------------------------------------------------------
+    # ---- rows with owners ------------------------------------------------------------------------
 
     def _gather_shards(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The rows of the ranks of this place, by island; shorter ones are padded."""
+        """Gathers the rows of the ranks with this index, by island; pads the shorter ones."""
         lo, hi = self._shards(num_tokens)[0]
         padded = own.new_empty((hi - lo, own.shape[1]))
         padded[: own.shape[0]].copy_(own)
@@ -411,7 +388,7 @@ class _Run:
         x: torch.Tensor,
         rows: int,
     ) -> None:
-        """Lets launch B of the rows of one island read their residual, and write it where it is."""
+        """Makes launch B of an island's rows use their residual, and write it where it belongs."""
         if residuals is not None:
             call.residual = residuals[number].data_ptr()
             call.residual_stride = call.hidden_size
@@ -420,7 +397,7 @@ class _Run:
             call.residual_out, call.residual_out_stride = unused.data_ptr(), call.hidden_size
 
     def gather_rows(self, shard: torch.Tensor, out: torch.Tensor) -> int:
-        """Those of equal place exchange their rows, then each island gathers them."""
+        """Exchanges rows with other islands, then gathers them within this one."""
         prepared, hierarchy = self._prepared, self._hierarchy
         gathered = self._gather_shards(rows_of(shard), prepared.num_tokens)
         shards = self._shards(prepared.num_tokens)
@@ -442,9 +419,9 @@ class _Run:
 
 
 def _in_turn(pieces: Iterator[Iterator[int]]) -> int:
-    """Makes pieces, each a step behind the one before it; returns the first status that is not OK.
+    """Runs the pieces as a pipeline, each a step behind the previous; returns the first error.
 
-    The newest goes first: what it waits for was begun before what the older ones wait for.
+    The newest piece goes first, because its wait is for work that started before that of others.
     """
     under_way: list[Iterator[int]] = []
     while under_way := [*itertools.islice(pieces, 1), *under_way]:
@@ -458,12 +435,12 @@ def _in_turn(pieces: Iterator[Iterator[int]]) -> int:
 
 
 def _width(dtype: int) -> int:
-    """Bytes of an element."""
+    """Returns the bytes per element."""
     return 4 if dtype == _native.DTYPE["float32"] else 2
 
 
 def backend_obstacle(group: dist.ProcessGroup, backend: str, backends: tuple[str, ...]) -> str:
-    """Why a backend cannot carry sums between islands; empty if it can."""
+    """Returns why a backend cannot exchange sums between islands; empty if it can."""
     if backend in backends:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""The library's own add + RMSNorm of a tensor that is already reduced. Not collective."""
+"""The local kernel as a call: add and RMSNorm of a tensor that is already reduced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_rms_norm(
     post_norm: PostNorm | None = None,
     scale: float = 1.0,
 ) -> tuple[Any, torch.Tensor]:
-    """Residual add and RMSNorm, with the bits of the fused op's steps 2 to 5.
+    """Adds the residual and applies RMSNorm, bit-identical to steps 2 to 5 of the fused call.
 
     PyTorch equivalent, up to the order of sums::
 
@@ -40,18 +40,19 @@ def add_rms_norm(
         normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided; any hidden_size;
-            or an `ExpertSum`.
+        x: [..., hidden_size] with any hidden_size, float32, float16 or bfloat16; rows may be
+            strided. Or an `ExpertSum`.
         residual: like `x`, or None.
-        weight: [hidden_size], dtype of `x` or float32; None with `post_norm`: no second norm.
+        weight: [hidden_size], dtype of `x` or float32. With `post_norm` it may be None: no second
+            norm.
         eps: added to the mean square, as float32.
         weight_bias: added to the weight in float32.
         numerics: "rounded", "unrounded", "transformers" or "vllm".
-        post_norm: the norm that `x` goes through before the residual is added.
-        scale: what `x`, or its post norm, is multiplied by first.
+        post_norm: norm of `x` before the residual add.
+        scale: factor of `x`, or of its post norm.
 
     Returns:
-        (normed, residual_out), contiguous, of the shape of `x`; `normed` is None without a weight.
+        (normed, residual_out), contiguous, in the shape of `x`; `normed` is None without a weight.
 
     Raises:
         ValueError, TypeError, UnsupportedError: wrong arguments.
@@ -86,26 +87,25 @@ def add_rms_norm_quant(
     post_norm: PostNorm | None = None,
     scale: float = 1.0,
 ) -> QuantizedNorm:
-    """Residual add, RMSNorm and quantization to FP8, with the bits of the fused op's steps 2 to 6.
+    """Runs `add_rms_norm` and quantizes its result: steps 2 to 6 of the fused call.
 
-    PyTorch equivalent for one scale a row, up to the order of sums::
+    PyTorch equivalent with one scale per row, up to the order of sums::
 
         normed, residual_out = allnorm.add_rms_norm(x, residual, weight, eps)
         scale = normed.float().abs().amax(-1, keepdim=True) / 448
         quantized = (normed.float() / scale).to(torch.float8_e4m3fn)
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided; any hidden_size;
-            or an `ExpertSum`.
+        x: as for `add_rms_norm`.
         residual: like `x`, or None.
         weight: [hidden_size], dtype of `x` or float32.
         eps: added to the mean square, as float32.
         quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`.
-        return_normed: whether the rows before quantization are wanted too.
+        return_normed: whether to return the rows before quantization too.
         weight_bias: added to the weight in float32.
         numerics: "rounded", "unrounded", "transformers" or "vllm".
-        post_norm: the norm that `x` goes through before the residual is added.
-        scale: what `x`, or its post norm, is multiplied by first.
+        post_norm: norm of `x` before the residual add.
+        scale: factor of `x`, or of its post norm.
 
     Returns:
         QuantizedNorm(quantized, scale, residual, normed).
@@ -133,7 +133,7 @@ def add_rms_norm_quant(
 
 
 class _Alone:
-    """Makes calls that involve no other rank: the Target of a Dispatcher."""
+    """Runs calls that involve no other rank: the Target of a Dispatcher."""
 
     name, rank, world_size = "", 0, 1
 
@@ -142,18 +142,18 @@ class _Alone:
         self._library = _native.library(device.type)
 
     def check_open(self) -> None:
-        """They can always be made."""
+        """Does nothing: such calls can always be made."""
 
     def choose(self, call: Call) -> Plan:
-        """There is one way."""
+        """Returns the only plan."""
         return _PLAN
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
-        """The library makes all of them."""
+        """Returns True."""
         return True
 
     def run(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
-        """Makes a call."""
+        """Runs a call."""
         inputs = prepared.bind(call, memory)
         status = self._library.local(prepared.address)
         del inputs
@@ -161,19 +161,19 @@ class _Alone:
             self.fail(status, prepared)
 
     def refuse(self, error: Exception, algorithm: str) -> None:
-        """Nobody else waits for the call."""
+        """Does nothing: no peer waits for the call."""
 
     def interrupted(self, error: BaseException) -> None:
         """Does nothing: no peer waits for the call."""
 
     def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
-        """Raises what the library says."""
+        """Raises the library's error."""
         _native.raise_status(self._library, status)
         raise AllnormError(f"status {status}")
 
 
 class _Threads(threading.local):
-    """Each thread's dispatchers, by device, so that none waits for another."""
+    """Each thread's dispatchers, by device, so that threads do not wait for each other."""
 
     def __init__(self) -> None:
         self.dispatchers: dict[torch.device, Dispatcher] = {}
@@ -183,7 +183,7 @@ _threads = _Threads()
 
 
 def _runner(x: Any) -> Runner:
-    """Returns what runs the calls of `x`: this thread's dispatcher for its device, or a tracer."""
+    """Returns the runner of calls of `x`: this thread's dispatcher, or operators while tracing."""
     return traced.Operators() if is_traced(x) else dispatcher(x)
 
 

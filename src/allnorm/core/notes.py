@@ -1,31 +1,29 @@
-"""The record of who waits for whom, which ranks keep for each other, and the cause of a failure.
+"""Notes: which rank waits for which, in a record that all ranks keep, and the cause of a failure.
 
-Each rank has a note that its peers can read. While it waits on the host the note says so: for which
-ranks, and in which of its waits. A rank that gives up adds the cause: the rank at fault, and what
-happened to it. The first cause stays.
+Each rank has a note that its peers can read. During a wait on the host, the note contains the ranks
+that it waits for, and the number of the wait. A rank that gives up adds the cause: the failed rank,
+and what happened to it. The first cause stays.
 
-A rank whose wait fails follows the notes: from the ranks that it waits for to those that they wait
-for, up to a rank that has given up (then its cause is the cause), whose process has ended, or that
-stands still. Ranks that fail for one reason therefore name one rank. `find` returns what is known
-for certain, and ends a wait early. `settle` also suspects ranks that stand still, which is right
-only when a wait has lasted its whole timeout.
+After a failed wait, a rank follows the notes: from the ranks that it waited for to those that they
+wait for, and so on. It stops at a rank that has given up (whose cause it takes over), that has
+exited, or that is stuck. So ranks that fail for one reason name one rank. `find` returns only a
+certain cause, and ends a wait early. `settle` also suspects stuck ranks, which is right only after
+a wait has lasted its whole timeout.
 
-A thread that waits stores the time in its rank's note again and again, in Python and in the
-library. It also does at both ends of a wait. A rank stands still if its note has not changed for a
-while. So a rank that waits for another one, or has just left a wait, is not suspected. `settle`
-looks until a rank that has just stopped can be told from those. It looks for a moment in any case,
-because all processes of the machine may have been suspended. Of several suspects it names the one
-with the oldest note: a rank that only lacks a processor has stored the time later than one that has
-stopped.
+A waiting thread stores the time in its rank's note repeatedly, in Python and in the library, and
+once more at both ends of a wait. A rank is stuck if its note has not changed for a while. So a rank
+that waits, or has just stopped waiting, is not suspected. `settle` keeps looking until it can
+distinguish a rank that has just got stuck from those, and for a moment in any case, because all
+processes of the host may have been suspended. Of several suspects it names the one with the oldest
+note: a rank that only lacks CPU time stored the time later than one that is stuck.
 
-Ranks of one machine keep notes in shared memory, next to the workspaces (workspace.py): only its
-own rank writes a note, and it stays readable when that rank, or the store of the process group, is
-gone. Between machines causes go through the store, and ranks publish what they waited for when they
-fail.
+On one host, notes are in shared memory next to the workspaces (workspace.py). Only its own rank
+writes a note, which stays readable after that rank, or the store of the process group, is gone.
+Between hosts, causes go through the store, and ranks publish what they waited for when they fail.
 
-Waits are counted: a note's tick is 2 k + 1 in wait number k and 2 k + 2 after it. All ranks make
-the same calls and thereby the same waits in the same order, so ticks of different ranks compare: a
-rank with a later tick has done its part of a wait.
+Waits are counted: a note's tick is 2 k + 1 during wait k, and 2 k + 2 after it. All ranks make the
+same calls, hence the same waits in the same order. So the ticks of ranks can be compared: a rank
+with a later tick has done its part of a wait.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-# Of a rank's memory for its note.
+# Bytes of shared memory per note.
 NOTE_BYTES = 4096
 # Kinds of causes.
 DIED = "died"
@@ -49,18 +47,18 @@ INTERRUPTED = "interrupted"
 FAILED = "failed"
 LATE = "late"
 CROSSED = "crossed"
-# What a rank at fault has done.
+# What a failed rank did.
 _TOO_LATE, _STANDS_STILL = "did not come", "stands still within it"
-# A waiting rank refreshes its note about every 0.1 s. One that has not for so long stands still.
+# A waiting rank refreshes its note about every 0.1 s. After this time without a change it is stuck.
 _STALE_NS = 1_500_000_000
-# So long a rank that looks must have seen no change in the note of a suspect.
+# A suspect's note must not change for this long while `settle` looks.
 _UNCHANGED_NS = 300_000_000
-# So long it looks for a suspect. Other ranks whose waits fail give up meanwhile, and say why.
+# Time limit of `settle`. Other ranks with failed waits give up meanwhile, and publish why.
 _SETTLE_NS = 2 * _STALE_NS
-# How long ranks of several machines wait for what the others publish.
+# How long ranks of several hosts wait for what their peers publish.
 _STORE_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
-# How often a rank that waits looks whether it is asked for whom.
+# Interval at which a waiting rank checks whether a peer asks whom it waits for.
 _ASKED_SECONDS = 0.1
 _PAUSE_SECONDS = 0.01
 
@@ -72,9 +70,9 @@ class Cause(NamedTuple):
     """The cause of a failure.
 
     Attributes:
-        rank: the rank at fault; -1: unknown.
+        rank: the failed rank; -1: unknown.
         kind: DIED, LEFT, INTERRUPTED, FAILED, LATE, or CROSSED: two of its threads called at once.
-        why: details in words; may be empty.
+        why: details; may be empty.
     """
 
     rank: int
@@ -91,20 +89,20 @@ class Notes(abc.ABC):
 
     peers: Sequence[int] = ()
     beat_address = 0
-    """Where waits in the library store the time; 0: nowhere."""
+    """Address where waits in the library store the time; 0: none."""
 
     def enter(self, peers: Sequence[int]) -> None:
-        """Notes that this rank begins to wait for `peers`, which may include itself."""
+        """Records that this rank starts to wait for `peers`, which may include itself."""
         self.peers = peers
 
     def leave(self) -> None:  # noqa: B027
-        """Notes that the wait has succeeded."""
+        """Records that the wait has succeeded."""
 
     def beat(self) -> None:  # noqa: B027
-        """Notes that this rank still waits."""
+        """Records that this rank still waits."""
 
     def close(self) -> None:  # noqa: B027
-        """Reads and writes no shared memory any more, which is about to be released."""
+        """Stops using the shared memory, which is about to be released."""
 
     @abc.abstractmethod
     def post(self, cause: Cause) -> None:
@@ -128,8 +126,8 @@ class Notes(abc.ABC):
 
         Args:
             is_dead: as in `find`.
-            behind: the rank that the library has found furthest behind, if the wait was one of the
-                library; None: the wait is the current one, for `peers`.
+            behind: the rank that the library found last, if it was a wait in the library; None: it
+                was the current wait, for `peers`.
         """
 
 
@@ -157,7 +155,7 @@ class NoNotes(Notes):
 
 
 class _Note(ctypes.Structure):
-    """A rank's note in shared memory. Fields of 8 bytes are written whole."""
+    """A rank's note in shared memory. Fields of 8 bytes are written atomically."""
 
     _fields_ = [
         ("tick", ctypes.c_uint64),
@@ -173,9 +171,9 @@ class _Behind(NamedTuple):
     """A rank that has not done its part of a wait.
 
     Attributes:
-        rank: its number.
-        reached: its tick.
-        tick: of the wait.
+        rank: number of the rank.
+        reached: tick of the rank.
+        tick: tick of the wait.
     """
 
     rank: int
@@ -187,8 +185,8 @@ class SharedNotes(Notes):
     """Notes in shared memory.
 
     Args:
-        addresses: of every rank's note, zeros at first.
-        rank: this one.
+        addresses: address of every rank's note, initially zeros.
+        rank: this rank.
     """
 
     def __init__(self, addresses: Sequence[int], rank: int) -> None:
@@ -198,12 +196,12 @@ class SharedNotes(Notes):
         self.beat_address = addresses[rank] + _Note.beat_ns.offset
         self._tick = 0
         self._masks: dict[tuple[int, ...], int] = {}
-        # Any thread may read; close() may not take the memory away meanwhile. Reentrant, since a
-        # signal handler may come in between.
+        # close() must not release the memory while a thread reads it. Reentrant, because a signal
+        # handler may interrupt the thread.
         self._lock = threading.RLock()
 
     def enter(self, peers: Sequence[int]) -> None:
-        """Notes that this rank begins to wait for `peers`."""
+        """Records that this rank starts to wait for `peers`."""
         self.peers = peers
         own, key = self._own, tuple(peers)
         mask = self._masks.get(key)
@@ -211,18 +209,18 @@ class SharedNotes(Notes):
             mask = self._masks[key] = sum(1 << peer for peer in set(key))
         own.peers = mask
         own.beat_ns = time.monotonic_ns()
-        # Odd, also if the wait before was left by an exception.
+        # Odd, even if an exception ended the previous wait.
         self._tick = (self._tick + 1) | 1
         own.tick = self._tick
 
     def leave(self) -> None:
-        """Notes that the wait has succeeded."""
+        """Records that the wait has succeeded."""
         self._tick += 1
         self._own.beat_ns = time.monotonic_ns()
         self._own.tick = self._tick
 
     def beat(self) -> None:
-        """Notes that this rank still waits."""
+        """Records that this rank still waits."""
         self._own.beat_ns = time.monotonic_ns()
 
     def post(self, cause: Cause) -> None:
@@ -234,7 +232,7 @@ class SharedNotes(Notes):
             if not self._own.cause_bytes:
                 self._own.cause = data
                 self._own.cause_crc = zlib.crc32(data)
-                self._own.cause_bytes = len(data)  # last: readers look at it first
+                self._own.cause_bytes = len(data)  # last, because readers check it first
 
     def said_by(self, rank: int) -> Cause | None:
         """Returns the cause that a rank has published."""
@@ -244,13 +242,13 @@ class SharedNotes(Notes):
             if not 0 < size < NOTE_BYTES - 32:
                 return None
             data = ctypes.string_at(ctypes.addressof(note) + _Note.cause.offset, size)
-            # Killed while it wrote, or not all of it is visible here yet.
+            # The writer was killed, or not all bytes are visible here yet.
             return Cause(*json.loads(data)) if zlib.crc32(data) == note.cause_crc else None
 
     def first(self) -> Cause | None:
         """Returns a cause that any rank has published."""
         causes = (self.said_by(rank) for rank in range(len(self._notes)))
-        # A rank that has closed its communicator has not failed.
+        # A rank that closed its communicator has not failed.
         return next((cause for cause in causes if cause is not None and cause.kind != LEFT), None)
 
     def find(self, is_dead: IsDead) -> Cause | None:
@@ -263,15 +261,15 @@ class SharedNotes(Notes):
         peers = self.peers if behind is None else (behind,)
         deadline = time.monotonic_ns() + _SETTLE_NS
         seen: dict[int, tuple[tuple[int, int], int]] = {}  # by rank: its note, and since when
-        furthest: _Behind | None = None  # at the first look
+        furthest: _Behind | None = None  # furthest behind at the first look
         while True:
             with self._lock:
-                self.beat()  # peers look at this rank too
+                self.beat()  # peers read this rank's note too
                 late = self._behind(peers)
                 cause = self.find(is_dead) or self._certain(late, is_dead)
                 if cause is not None:
                     return cause
-                # Where neither this rank nor a peer is in a wait that is noted, notes say nothing.
+                # If neither this rank nor a peer is in a recorded wait, notes tell nothing.
                 late = [one for one in late if one.reached < one.tick or one.tick & 1]
                 cause = self._suspect(late, seen)
             if cause is not None:
@@ -284,16 +282,16 @@ class SharedNotes(Notes):
             time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
-        """Reads and writes no shared memory any more, which is about to be released."""
+        """Stops using the shared memory, which is about to be released."""
         with self._lock:
             self._notes = [_Note() for _ in self._notes]
             self._own = self._notes[self._rank]
 
     def _behind(self, peers: Sequence[int]) -> list[_Behind]:
-        """Returns the ranks because of which a wait for `peers` may not end, the first ones first.
+        """Returns the ranks that may keep a wait for `peers` from ending, the latest ones first.
 
-        These are the peers that have not done their part. Each is followed by the ranks because of
-        which its own wait may not end.
+        These are the peers that have not done their part. Each is followed by the ranks that may
+        keep its own wait from ending.
         """
         found: list[_Behind] = []
         known = {self._rank}
@@ -302,7 +300,7 @@ class SharedNotes(Notes):
             notes = sorted((self._notes[peer].tick, peer) for peer in peers)
             for reached, peer in notes:
                 if reached > tick:
-                    return  # it has done its part, as all that follow
+                    return  # this rank and those after it have done their part
                 if peer in known:
                     continue
                 known.add(peer)
@@ -315,7 +313,7 @@ class SharedNotes(Notes):
         return found
 
     def _certain(self, ranks: Sequence[_Behind], is_dead: IsDead) -> Cause | None:
-        """Returns the cause that one of these ranks has published or is, if one is certain."""
+        """Returns the cause that one of these ranks has published, or its exit, if certain."""
         for rank, _, _ in ranks:
             cause = self.said_by(rank)
             if cause is not None:
@@ -327,11 +325,9 @@ class SharedNotes(Notes):
     def _suspect(
         self, ranks: Sequence[_Behind], seen: dict[int, tuple[tuple[int, int], int]]
     ) -> Cause | None:
-        """Returns the one of these ranks that stands still; of several, the first that did.
+        """Returns the cause for the stuck rank among these, or for the first that got stuck.
 
-        Args:
-            ranks: the candidates.
-            seen: what this function has seen of them in earlier looks.
+        `seen` keeps what this function saw in earlier looks.
         """
         now = time.monotonic_ns()
         oldest: tuple[int, _Behind] | None = None
@@ -351,18 +347,18 @@ class SharedNotes(Notes):
 
 
 class StoreNotes(Notes):
-    """Notes that go through the store of the process group, between machines.
+    """Notes in the store of the process group, between hosts.
 
     Args:
-        store: of the group; may block, or raise when its process has ended.
-        prefix: of the keys, which no other communicator has.
-        rank: this one.
+        store: store of the group; may block, or raise after its process has exited.
+        prefix: prefix of the keys, unique to this communicator.
+        rank: this rank.
     """
 
     def __init__(self, store: Any, prefix: str, rank: int) -> None:
         self._store, self._prefix, self._rank = store, prefix, rank
         self._posted = False
-        self._answered: list[int] = []  # for whom this rank has last said that it waits
+        self._answered: list[int] = []  # the ranks that this rank last published to wait for
         self._looked = 0.0
         self._late: threading.Thread | None = None  # waits for a store that does not answer
 
@@ -392,8 +388,8 @@ class StoreNotes(Notes):
     def look(self, peers: Sequence[int]) -> Cause | None:
         """Returns the first cause that any rank has published; may block.
 
-        Now and then it also looks whether a rank asks who waits for whom. Then it publishes `peers`
-        as those for whom this rank waits.
+        Now and then it also checks whether a rank asks who waits for whom. Then it publishes
+        `peers` as the ranks that this rank waits for.
         """
         cause = self.first()
         now = time.monotonic()
@@ -411,9 +407,8 @@ class StoreNotes(Notes):
     def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
         """Returns the most likely cause after a wait has lasted its timeout.
 
-        This rank publishes for whom it waited, and asks those that still wait to do so. Whoever
-        waited for it follows it there, and so on, to a rank that publishes nothing: all that wait
-        because of it name it.
+        This rank publishes whom it waited for, and asks waiting ranks to do the same. Each rank
+        follows these links to a rank that publishes nothing, so all of them name that rank.
         """
         certain = self.find(is_dead)
         if certain is not None:
@@ -443,7 +438,7 @@ class StoreNotes(Notes):
         return self._bounded(follow, 2 * _STORE_SECONDS)
 
     def _read(self, peers: Sequence[int], deadline: float) -> dict[int, list[int]]:
-        """Returns for whom peers waited, those that publish it before the deadline."""
+        """Reads whom `peers` waited for, as far as they publish it before the deadline."""
         said: dict[int, list[int]] = {}
         while True:
             for peer in peers:
@@ -460,7 +455,7 @@ class StoreNotes(Notes):
     def _bounded(self, step: Callable[[], Any], seconds: float = _LOOK_SECONDS) -> Any:
         """Returns what `step` returns; None if it fails or takes too long.
 
-        In a thread, because a store whose process is stopped answers to no deadline.
+        It runs in a thread, because a store whose process is stopped honors no deadline.
         """
         if self._late is not None and self._late.is_alive():
             return None

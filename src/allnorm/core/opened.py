@@ -24,26 +24,21 @@ class Opened:
     """The parts of one rank's end of a communicator.
 
     Attributes:
-        name: the name of the communicator, the same on every rank.
-        number: the same on every rank; higher than that of every earlier communicator that a rank
-            has made of a group of this name, for such a device.
-        key: the same on every rank; no other communicator ever has it.
-        group: returns the process group; None after close() and when the group was destroyed.
-            Weak: torch holds the group until it is destroyed. Held any longer, it would keep gloo
-            from ending, which then aborts the interpreter at its exit.
-        rank: this rank.
-        world_size: the number of ranks.
-        device: the device of the tensors.
-        timeout: the timeout of every wait.
-        library: the library of the backend.
-        workspace: the workspaces of all ranks of an island.
-        handle: the native communicator; 0 if ranks cannot exchange directly.
-        channel: where ranks announce unfused calls; None for one rank.
-        hierarchy: this rank's place among several islands: then workspace and handle are those of
-            its island; None if there is one island, or nothing hierarchical.
-        connection: the process group of unfused calls; None for one rank.
+        name: name of the communicator, equal on every rank.
+        number: equal on every rank; higher than that of every earlier communicator of a group with
+            this name and device type.
+        key: unique key of the communicator, equal on every rank.
+        group: returns the process group; None after close() and after the group was destroyed. The
+            reference is weak: a strong one would keep gloo alive until the interpreter exits, which
+            then aborts.
+        workspace: workspaces of all ranks of an island.
+        handle: native communicator; 0 if ranks cannot exchange directly.
+        channel: channel on which ranks announce unfused calls; None for one rank.
+        hierarchy: this rank's position among several islands. Then `workspace` and `handle` belong
+            to its island. None with one island, or if hierarchical calls cannot run.
+        connection: process group of unfused calls; None for one rank.
         closed: whether calls are refused.
-        process: the process that has opened it.
+        process: process that opened the communicator.
     """
 
     name: str
@@ -69,9 +64,9 @@ class Opened:
             return
         if self.process != os.getpid():
             raise CommunicatorClosedError(
-                f"communicator {self.name} belongs to process {self.process}, of which this one, "
-                f"{os.getpid()}, is a fork: only that one may use, check or close it. Make another "
-                "communicator here, in a process group of its own."
+                f"communicator {self.name} belongs to process {self.process}, and this process, "
+                f"{os.getpid()}, is a fork of it: only process {self.process} may use, check or "
+                "close it. Create a communicator here, in its own process group."
             )
         raise CommunicatorClosedError(f"communicator {self.name} is closed: make a new one.")
 
@@ -86,12 +81,12 @@ class Opened:
         return group
 
     def exchanges(self) -> list[Connection | Between]:
-        """Returns the exchanges through process groups of the communicator's own."""
+        """Returns the exchanges that go through process groups."""
         own = None if self.hierarchy is None else self.hierarchy.between
         return [one for one in (own, self.connection) if one is not None]
 
     def in_group(self, fault: _native.Fault) -> _native.Fault:
-        """Returns a fault of the native communicator with numbers of ranks of the group."""
+        """Returns a fault of the native communicator with rank numbers of the group."""
         if self.hierarchy is not None:
             ranks = self.hierarchy.ranks
             fault = _native.Fault.from_buffer_copy(fault)

@@ -1,4 +1,4 @@
-"""How ranks open a communicator together: what they must agree on, its memory, its start."""
+"""Opens a communicator: compares the ranks' arguments, allocates its memory, and starts it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from allnorm.core.resolve import resolve_device
 from allnorm.errors import AllnormError, ConfigurationError
 from allnorm.names import NUMERICS, check_choice
 
-_OPERATIONS = 1 << 32  # numbers that they have
-_MAX_TIMEOUT_NS = (1 << 63) - 1  # what the library counts in
+_OPERATIONS = 1 << 32  # number of operation numbers
+_MAX_TIMEOUT_NS = (1 << 63) - 1  # limit of the library
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the caller of a constructor passed, unchecked; as documented at Communicator."""
+    """The unchecked arguments of a constructor; see Communicator."""
 
     device: Any
     workspace_bytes: Any = None
@@ -50,11 +50,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Checked:
-    """Settings of this rank that are right.
+    """The checked settings of this rank.
 
     Attributes:
-        islands: None: they are to be found.
-        agreed: what must be the same on every rank, by name.
+        islands: None: to be detected.
+        agreed: values that must be equal on every rank, by name.
     """
 
     device: torch.device
@@ -77,10 +77,10 @@ def open_endpoint(
 
     Args:
         group: the ranks.
-        settings: of this rank.
-        last_number: returns the highest number that a communicator of this process has had, of
-            those of a group of this name and such a device; and whether this one is to have the
-            group's name. If it is on all ranks, it has.
+        settings: settings of this rank.
+        last_number: returns for a device the highest number of this process's communicators of a
+            group with this name, and whether the new one may have the group's name. It gets that
+            name only if all ranks allow it.
     """
     with Rendezvous(group, _wait_seconds(settings.timeout)) as meeting:
         return _open(meeting, group, settings, last_number)
@@ -105,7 +105,7 @@ def _open(
     answers = meeting.agree(check, "checking the arguments of Communicator")
     ((checked, loaded),) = mine
     _check_alike([agreed for agreed, *_ in answers])
-    # Processes have made different numbers of communicators: the next one is new to all.
+    # Processes may have created different numbers of communicators; the next number is new to all.
     number = 1 + max(last for _, (last, _), *_ in answers)
     as_group = all(wanted for _, (_, wanted), *_ in answers)
     name = str(group.group_name) if as_group else f"{group.group_name}#{number}"
@@ -122,7 +122,7 @@ def _open(
         exchange=_apart(place) if apart else memory.obstacle,
         split=place.split,
         max_row_bytes=widest,
-        tables=() if apart else tables,  # they were measured where all ranks are one island
+        tables=() if apart else tables,  # measured with all ranks in one island
         max_blocks=checked.max_blocks if checked.device.type == "cuda" else 0,
         islands=place.islands,
         between=memory.obstacle if apart else "",
@@ -130,7 +130,7 @@ def _open(
     handles: list[int] = []
     words = hierarchy = connection = None
     try:
-        # The gathering of the results is also the barrier that comm_create asks for.
+        # This exchange of results is also the barrier that comm_create requires.
         meeting.agree(
             lambda: handles.append(_start(place.meeting, checked, memory)),
             "starting the communicator",
@@ -187,14 +187,14 @@ def _open(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this rank is among the others.
+    """The position of this rank among islands.
 
     Attributes:
-        islands: of all ranks.
-        meeting: of those of its island; of all ranks where an island has no memory of its own.
-        memory: of its island, or why there is none.
-        backend: what the process group sends tensors of the device with.
-        split: why devices of one host are several islands; empty if they are not.
+        islands: islands of all ranks.
+        meeting: meeting of this rank's island; of all ranks if islands have no memory.
+        memory: memory of this rank's island, or why there is none.
+        backend: the process group's backend for the device.
+        split: why devices of one host form several islands; empty if they do not.
     """
 
     islands: islands.Islands
@@ -207,7 +207,7 @@ class _Place:
 def _find_place(
     meeting: Rendezvous, group: dist.ProcessGroup, checked: _Checked, split: str = ""
 ) -> _Place:
-    """Finds the islands, and makes the memory of each. Collective."""
+    """Finds the islands, and allocates the memory of each. Collective."""
     world_size, device, num_bytes = meeting.world_size, checked.device, checked.workspace_bytes
     if world_size == 1:
         return _Place(((0,),), meeting, workspace.create(meeting, device, num_bytes))
@@ -230,7 +230,7 @@ def _find_place(
     obstacle = islands.obstacle_of(found) or backend_obstacle(group, backend, between.BACKENDS)
     if obstacle:
         return _Place(found, meeting, workspace.Workspace([], num_bytes, obstacle), split=split)
-    if len(found) == world_size:  # a rank alone needs no memory to exchange with itself
+    if len(found) == world_size:  # islands of one rank need no memory
         return _Place(found, meeting, workspace.Workspace([], num_bytes), backend, split)
     part = meeting.part(next(island for island in found if meeting.rank in island))
     made: list[workspace.Workspace] = []
@@ -251,7 +251,7 @@ def _find_place(
     if not obstacles:
         return _Place(found, part, memory, backend, split)
     memory.release()
-    # GPUs of one host may reach each other in parts, which are islands of their own.
+    # GPUs of one host may have peer access only in groups, which then become islands.
     whole = [next(island for island in found if rank in island) for rank in range(world_size)]
     parts = {
         part
@@ -267,7 +267,7 @@ def _find_place(
 
 
 def _apart(place: _Place) -> str:
-    """Returns why ranks of several islands have no flat exchange."""
+    """Returns why ranks of several islands cannot run one_shot or two_shot calls."""
     return (
         f"the ranks are {len(place.islands)} islands, {islands.describe(place.islands)}, which do "
         "not write to each other's memory" + (f" ({place.split})" if place.split else "")
@@ -275,7 +275,7 @@ def _apart(place: _Place) -> str:
 
 
 def _check(settings: Settings, world_size: int) -> _Checked:
-    """Raises for what is wrong with this rank's settings."""
+    """Checks the settings of this rank."""
     environment = config.read_settings()
     check_choice("numerics", settings.numerics, NUMERICS)
     device = resolve_device(settings.device)
@@ -314,7 +314,7 @@ def _check(settings: Settings, world_size: int) -> _Checked:
         raise TypeError(
             f"tuning_dir={settings.tuning_dir!r}: expected a path, or None for the user's folder."
         )
-    # Not compared with what an array compares element by element.
+    # Compare only strings, because arrays compare element by element.
     if not (isinstance(settings.islands, str) and settings.islands == "auto"):
         found = islands.check_islands(settings.islands, world_size)
     first_op = settings.first_op % _OPERATIONS
@@ -361,7 +361,7 @@ def _start(meeting: Rendezvous, checked: _Checked, memory: workspace.Workspace) 
 
 
 def _reporter(endpoint: weakref.ref[Endpoint]) -> Callable[[int, bool], None]:
-    """What a Watch calls; it does not keep the endpoint."""
+    """Returns the callback for a Watch, which does not keep the endpoint alive."""
 
     def ended(rank: int, settled: bool) -> None:
         living = endpoint()
@@ -385,7 +385,7 @@ def _checked_timeout(timeout: Any) -> datetime.timedelta | None:
 
 
 def _wait_seconds(timeout: Any) -> float:
-    """How long to wait for ranks that check their arguments; these may be wrong."""
+    """Returns the timeout for checking arguments, when the argument itself may be invalid."""
     try:
         given = _checked_timeout(timeout) or config.read_settings().timeout
     except (ValueError, ConfigurationError):
@@ -398,16 +398,16 @@ def _nanoseconds(timeout: datetime.timedelta) -> int:
 
 
 def _build_of(library: _native.Library) -> str:
-    """What must be the same code on every rank, in words; which of its code runs is not part of it.
+    """Describes the code that must be equal on every rank.
 
-    Kernels for other instruction sets give the same bits and know the same protocol.
+    Kernels for other instruction sets are bit-identical and use the same protocol.
     """
     parts = {"package": __version__, **library.build_info()}
     return ", ".join(f"{name} {value}" for name, value in parts.items() if name != "isa")
 
 
 def _check_alike(agreed: list[dict[str, Any]]) -> None:
-    """Raises ValueError, on every rank, unless all ranks pass the same."""
+    """Raises ValueError on every rank unless all ranks have equal values."""
     texts = []
     for name, first in agreed[0].items():
         if any(other[name] != first for other in agreed):
@@ -422,9 +422,9 @@ def _check_alike(agreed: list[dict[str, Any]]) -> None:
 
 
 def _max_row_bytes(device: torch.device) -> int | None:
-    """The widest row that the fused kernels hold on this device; None if any."""
+    """Returns the widest row that the fused kernels on this device support; None: no limit."""
     if device.type == "cpu":
         return None
-    # 512 threads of 16 bytes a block; clusters of up to 8 blocks, if the code that the driver has
-    # loaded knows them, which the device alone does not decide.
+    # 512 threads of 16 bytes per block, and up to 8 blocks per cluster. Clusters depend on the code
+    # that the driver has loaded, not only on the device.
     return int(_native.library("cuda").device_code(device.index).max_row_bytes)

@@ -1,8 +1,8 @@
 """The table of torch operators: their parameters, defaults and results.
 
 Schemas, implementations and fakes (`allnorm.ops`) and traced calls (core/traced.py) are derived
-from it. A communicator is passed by its name, and what an operator cannot take, such as a spec of
-quantization, by its parts. An operator's parameters are otherwise the fields of a Call.
+from it. The parameters are the fields of a Call, with two exceptions: a communicator is passed by
+name, and a value that operators do not support, such as a spec of quantization, by its parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allnorm.quant import (
 _REQUIRED = object()
 
 
-# Plain classes: every process that imports allnorm makes them, and a dataclass takes 0.3 ms.
+# Not a dataclass, which takes 0.3 ms to create at every import of allnorm.
 class Parameter:
     """One parameter of an operator; `type` is that of a torch schema."""
 
@@ -46,10 +46,10 @@ class Operator:
     """One operator.
 
     Attributes:
-        name: as in torch.ops.allnorm, and the `op` of a Call.
-        parameters: in order.
-        results: in order; each by the field of a Call that holds memory for it.
-        returns: the results in the words of a torch schema.
+        name: name in torch.ops.allnorm, and `op` of a Call.
+        parameters: parameters in order.
+        results: results in order, by the field of a Call with memory for each.
+        returns: results in the syntax of a torch schema.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Operator:
 
     @functools.cached_property
     def is_collective(self) -> bool:
-        """Whether peers wait for the call."""
+        """Whether the operator involves all ranks."""
         return _COMM_NAME in self.parameters
 
     @functools.cached_property
@@ -104,9 +104,9 @@ class Operator:
         return sum(parameter.default is _REQUIRED for parameter in self.parameters)
 
     def fake(self, *given: Any) -> Any:
-        """Returns results of the right shapes, dtypes and strides, from the arguments alone.
+        """Returns results with the right shapes, dtypes and strides, from the arguments alone.
 
-        Whether the shapes of the arguments fit is checked when the call is made.
+        The call itself checks whether the shapes of its arguments match.
         """
         fields, _, residual_rows = self.fields(given)
         call = Call(**fields)
@@ -117,10 +117,7 @@ class Operator:
 def arguments(call: Call, comm_name: str, residual_rows: int | None) -> tuple[Any, ...]:
     """Returns the arguments of a call's operator.
 
-    Args:
-        call: of any operator.
-        comm_name: the name of the communicator.
-        residual_rows: this rank's rows of a sharded residual that is not given.
+    `residual_rows` is the number of this rank's rows, if a sharded residual is not given.
     """
     values: dict[str, Any] = {name: getattr(call, name) for name in _COPIED}
     values |= {"x": call.x, "shard": call.x, "comm_name": comm_name, "residual_rows": residual_rows}
@@ -143,13 +140,13 @@ def results_of(op: str) -> tuple[str, ...]:
     return OPERATORS[op].results
 
 
-# Dynamo takes their results for constants. They are; and it guards nothing of the table.
+# Dynamo treats their results as constants, which they are, and does not guard the table.
 _argument_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 results_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_result(call: Call, field: str) -> bool:
-    """Returns whether a call has this result; if not, its operator returns an empty tensor."""
+    """Returns whether a call has this result; otherwise its operator returns an empty tensor."""
     if field == "out" and call.has_norm:
         return call.return_normed if call.quant is not None else call.weight is not None
     return field != "scale_out" or call.writes_scale
@@ -158,11 +155,8 @@ def has_result(call: Call, field: str) -> bool:
 def result_like(call: Call, field: str, residual_rows: int | None) -> Like:
     """Returns the shape, dtype and device of a result other than scales.
 
-    Args:
-        call: of any operator.
-        field: the field of the Call that holds memory for it.
-        residual_rows: this rank's rows of a sharded residual, which may be symbolic. It must not be
-            in the text of an error: a graph would then be that of one number.
+    `residual_rows`, this rank's rows of a sharded residual, may be symbolic. It must not occur in
+    the text of an error, which would specialize the graph to one number.
     """
     x = call.x
     if call.op == "all_gather_rows":
@@ -201,7 +195,7 @@ def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:
 
 
 def _join_residual_update(fields: dict[str, Any]) -> None:
-    """Replaces the parts of a PostNorm and of an ExpertSum by these."""
+    """Replaces the parts of a PostNorm and of an ExpertSum by these objects."""
     weight, eps = fields.pop("post_weight"), fields.pop("post_eps", 0.0)
     bias = fields.pop("post_weight_bias", 0.0)
     if weight is not None:
@@ -234,8 +228,8 @@ _NORM_QUANT = (
 _AMONG_RANKS = (
     _COMM_NAME,
     Parameter("bool", "residual_sharded", False),
-    # How many rows of a sharded residual this rank has. Needed where none is given and the call is
-    # traced, since a fake cannot ask for the rank.
+    # Number of this rank's rows of a sharded residual. Traced calls without a residual need it,
+    # because a fake does not know the rank.
     Parameter("SymInt?", "residual_rows", None),
     _ALGORITHM,
 )
@@ -285,4 +279,4 @@ OPERATORS = {
         Operator("add_rms_norm_quant", (*_NORM_QUANT, *_RESIDUAL_UPDATE), *_FOUR),
     )
 }
-"""The operators, by name: the public calls."""
+"""The operators by name; each is a public call."""

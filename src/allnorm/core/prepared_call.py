@@ -1,4 +1,4 @@
-"""A call that was checked, prepared for tensors of one geometry; then only addresses change."""
+"""A call that was checked and prepared for tensors of one geometry; later only addresses change."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from allnorm.quant import (
     scale_geometry,
 )
 
-# Alignment of every row and of the weight that the CUDA kernels' 16-byte accesses need; quantized
-# rows, which are narrower, are written 8 bytes at a time.
+# Alignment that the 16-byte accesses of the CUDA kernels require of rows and weights. Quantized
+# rows, which are narrower, are written in units of 8 bytes.
 CUDA_ALIGN_BYTES = 16
 _CUDA_QUANTIZED_ALIGN_BYTES = 8
 
-# Of the fields of Call, as errors name them.
+# Names of the inputs in errors.
 _INPUT_NAMES = (
     *("x", "residual", "weight", "quant.scale"),
     *("post_norm.weight", "index", "weights", "shared"),
@@ -40,7 +40,7 @@ _OPS = {"all_reduce": _native.ALL_REDUCE, "all_gather_rows": _native.ALL_GATHER_
 
 
 def describe(call: Call) -> _native.Call:
-    """The C call without addresses and strides: what ranks agree on, which decides what fits."""
+    """Returns the C call without addresses and strides: the part that is equal on all ranks."""
     native = _native.Call(
         struct_bytes=ctypes.sizeof(_native.Call),
         op=_OPS.get(call.op, _native.ADD_RMS_NORM),
@@ -77,7 +77,7 @@ def _flags(call: Call) -> int:
 
 
 def as_launch_a(call: _native.Call) -> _native.Call:
-    """Returns launch A of a hierarchical call: a copy that makes the sums of an island."""
+    """Returns launch A of a hierarchical call: a copy that computes the sums of an island."""
     sums = _native.Call.from_buffer_copy(call)
     for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
         setattr(sums, name, None)
@@ -100,12 +100,12 @@ class Result(NamedTuple):
     """One result of a call.
 
     Attributes:
-        field: of Call that holds the caller's memory for it, if there is any.
-        name: the caller's name for that argument.
-        like: its shape, dtype and device.
-        stride: of new memory for it.
-        may_share: the input that may be passed as memory for it, by its field; "" for none.
-        scale: geometry of the scales, if it holds scales.
+        field: field of Call with the caller's memory for it.
+        name: name of that argument in errors.
+        like: shape, dtype and device.
+        stride: strides of new memory.
+        may_share: field of the input that may be passed as its memory; "" for none.
+        scale: layout of the scales, if it holds scales.
     """
 
     field: str
@@ -116,19 +116,19 @@ class Result(NamedTuple):
     scale: ScaleGeometry | None = None
 
     def make(self) -> torch.Tensor:
-        """New memory for it."""
+        """Allocates memory for it."""
         shape, dtype, device, _ = self.like
         if self.scale is not None and self.scale.padded:
             return self.scale.empty(device)
         return torch.empty_strided(shape, self.stride, dtype=dtype, device=device)
 
 
-# The tensors that the kernels write, by the field of Call that holds the caller's memory for each.
+# The tensors that the kernels write, by the field of Call with the caller's memory for each.
 Memory = dict[str, torch.Tensor]
 
 
 def make_nan(memory: Memory) -> None:
-    """After a fault nothing that was written may look like a result: as the kernels leave it."""
+    """Overwrites all results with NaN, as the kernels do after a fault."""
     for name, tensor in memory.items():
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # the capture fails with the call's error
@@ -146,20 +146,18 @@ class PreparedCall:
     """A call prepared for tensors of one geometry.
 
     Args:
-        call: one that `arguments.check_alike` takes.
-        plan: how it runs.
-        shard: this rank's rows, from and up to, where rows belong to ranks.
+        call: a call that passed `arguments.check_alike`.
+        plan: plan of the call.
+        shard: this rank's rows (lo, hi), if rows have owners.
 
     Attributes:
-        plan: how it runs.
-        shard: as given.
-        native: the C call; addresses and stream are those of the last call that was bound.
-        scale: where the scales lie that it writes; None if it writes none.
-        results: in the order in which they are returned; None for a field that is no result.
-        repeated: what csrc/python repeats such calls from; None if it cannot, "" until it is asked.
+        native: the C call, with the addresses and stream of the call that was bound last.
+        scale: layout of the scales that it writes; None if it writes none.
+        results: the results in the order of return; None for a field that is not a result.
+        repeated: data for csrc/python to repeat such calls; None if it cannot, "" if not prepared.
 
     Raises:
-        ValueError, TypeError: inputs or preallocated memory that this rank alone sees is wrong.
+        ValueError, TypeError: inputs or preallocated memory are wrong, on this rank only.
     """
 
     def __init__(self, call: Call, plan: Plan, shard: tuple[int, int] | None = None) -> None:
@@ -198,7 +196,7 @@ class PreparedCall:
         if not geometry.tiles:
             native.scale_row_stride, native.scale_group_stride = geometry.stride
         native.scale_padding_rows = geometry.padding_rows
-        # Without padding rows a plain tensor has the same memory, and is allocated faster.
+        # Without padding rows, a plain tensor has the same memory and is allocated faster.
         self.scale = geometry if geometry.padding_rows else geometry._replace(padded=False)
 
     def _results(self, call: Call) -> list[Result | None]:
@@ -236,7 +234,7 @@ class PreparedCall:
         ]
 
     def _row_stride(self, x: torch.Tensor) -> tuple[bool, int]:
-        """Whether `x` must be copied, and the elements between its rows otherwise."""
+        """Returns whether `x` must be copied, and otherwise the elements between its rows."""
         if tensors.is_virtual(x):
             return True, 0
         try:
@@ -250,11 +248,11 @@ class PreparedCall:
     # ---- memory for results ---------------------------------------------------------------------
 
     def allocate(self, call: Call) -> Memory:
-        """What the kernels write: the caller's memory where they can, new memory elsewhere.
+        """Returns the tensors that kernels write: the caller's where possible, else new ones.
 
         Raises:
-            ValueError: the caller's memory is not there, or shared with another tensor of the call.
-                This rank alone may see it.
+            ValueError: the caller's memory does not exist, or overlaps another tensor of the call.
+                May be raised on this rank only.
         """
         memory: Memory = {}
         taken = _named_inputs(call)
@@ -274,11 +272,11 @@ class PreparedCall:
         return memory
 
     def _can_write(self, result: torch.Tensor) -> bool:
-        """Whether the kernels can write to `result` directly."""
+        """Returns whether the kernels can write to `result` directly."""
         if result.is_neg():
             return False
         if result.dim() != 2 and not result.is_contiguous():
-            return False  # it need not have rows at one distance
+            return False  # its rows may not have a constant distance
         size = result.element_size()
         if not self._is_cuda:
             return result.data_ptr() % size == 0
@@ -289,7 +287,7 @@ class PreparedCall:
         )
 
     def returned(self, call: Call, memory: Memory) -> Any:
-        """What the call returns; memory of the caller's that was not written is filled."""
+        """Returns the results; copies those that were not written to the caller's memory."""
         values: list[torch.Tensor | None] = []
         for result in self.results:
             if result is None:
@@ -306,15 +304,14 @@ class PreparedCall:
     # ---- each call ------------------------------------------------------------------------------
 
     def bind(self, call: Call, memory: Memory) -> tuple[torch.Tensor | None, ...]:
-        """Puts the addresses and strides of tensors, and the current stream, into `native`.
+        """Writes the addresses and strides of tensors, and the current stream, into `native`.
 
         Returns:
-            The inputs of a Call as they are read. Copies among them must live until the call has
-            been made; on CUDA they may be freed then, because the allocator reuses memory in stream
-            order.
+            The inputs that the kernels read. Copies among them must live until the launch; on CUDA
+            they may be freed then, because the allocator reuses memory in stream order.
 
         Raises:
-            ValueError: a tensor has elements and no memory. This rank alone sees it.
+            ValueError: a tensor has elements but no memory. May be raised on this rank only.
         """
         native = self.native
         if self._is_cuda:
@@ -324,8 +321,8 @@ class PreparedCall:
             _address, inputs
         )
         out, residual_out = _address(memory.get("out")), _address(memory.get("residual_out"))
-        # A tensor without rows has the address 0 here, and NULL would mean that it is absent. Any
-        # other address will do, since nothing is read or written there.
+        # A tensor without rows has the address 0, but NULL means that a tensor is absent. Any other
+        # address works, because nothing is read or written there.
         some = weight or post_weight
         native.x = x or out or some
         native.residual = 0 if call.residual is None else residual or some
@@ -345,7 +342,7 @@ class PreparedCall:
         return inputs
 
     def _contiguous_strides(self) -> tuple[int, ...]:
-        """What `_strides` would be of copies."""
+        """Returns the strides of copies, in the order of `_strides`."""
         return (self.native.hidden_size,) * 3 + (self.native.top_k,) * 2
 
     @staticmethod
@@ -361,7 +358,7 @@ class PreparedCall:
         native.quantized_stride = _stride(memory.get("quantized_out"), narrow)
 
     def _readable(self, call: Call) -> tuple[torch.Tensor | None, ...]:
-        """The inputs, or contiguous, aligned copies of them."""
+        """Returns the inputs, or contiguous, aligned copies of them."""
         given = _named_inputs(call)
         addresses = {name: _address(tensor) for name, tensor in given.items()}
         if min(addresses.values()) < LOW_ADDRESS:
@@ -386,9 +383,9 @@ class PreparedCall:
         return rows_of(resolved).clone(memory_format=torch.contiguous_format)
 
     def repeatable(self, call: Call, memory: Memory) -> _native.Call | None:
-        """A copy of the C call for tensors that it takes as they are; None if there are none such.
+        """Returns a copy of the C call for tensors like these; None if any of them is copied.
 
-        Rows must be there, since without any a shard has no address.
+        Also None without rows, because a shard without rows has no address.
         """
         rows = self.num_tokens if self.shard is None else self.shard[1] - self.shard[0]
         as_given = all(
@@ -406,7 +403,7 @@ class PreparedCall:
 
 
 def _named_inputs(call: Call) -> dict[str, torch.Tensor | None]:
-    """Returns the inputs by the names that their caller gave them."""
+    """Returns the inputs by their names in errors."""
     names = ("rows", *_INPUT_NAMES[1:]) if call.experts else _INPUT_NAMES
     return dict(zip(names, call.inputs, strict=True))
 
@@ -423,14 +420,14 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _choice_stride(choices: torch.Tensor | None) -> int:
-    """Elements between the rows of [num_tokens, top_k]."""
+    """Returns the elements between the rows of [num_tokens, top_k]."""
     if choices is None:
         return 0
     return choices.stride(0) if choices.shape[0] > 1 else choices.shape[1]
 
 
 def _stride(result: torch.Tensor | None, hidden_size: int) -> int:
-    """Elements between the rows of a result."""
+    """Returns the elements between the rows of a result."""
     return result.stride(0) if result is not None and result.dim() == 2 else hidden_size
 
 

@@ -1,8 +1,7 @@
-"""The call that a rank makes instead of one that it refuses and its peers may make.
+"""The refusal: the call that a rank makes in place of a call that it refuses.
 
-Ranks that all refuse exchange it with each other and go on in step. A peer that makes any other
-call sees at once that this rank does not make it: no call is announced like this one, because its
-weight_bias is none that a call may have.
+If all ranks refuse, they exchange refusals and stay in step. A peer that makes any other call
+notices at once: no real call looks like a refusal, because its weight_bias is NaN.
 """
 
 from __future__ import annotations
@@ -16,19 +15,15 @@ from allnorm.core.call import Call
 from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
 
-_COLUMNS = 4  # 16 bytes, which every algorithm takes
-# Its CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual, float32. A real
-# call of this shape would be misnamed in the text of an error, and nothing else.
+_COLUMNS = 4  # 16 bytes, which every algorithm supports
+# Its CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual, float32.
+# An error would misname a real call of this shape, without other consequences.
 SHAPE = 2 << 28 | 3 << 24 | _COLUMNS
 NUM_TOKENS = 1
 
 
 class Refusal:
-    """A communicator's, with memory of its own.
-
-    Args:
-        device: of the communicator.
-    """
+    """The refusal of a communicator, with its own tensors on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         def row() -> torch.Tensor:
@@ -45,12 +40,12 @@ class Refusal:
         self._prepared = PreparedCall(self._call, Plan("one_shot", "a refusal", 1))
 
     def run(self, library: _native.Library, handle: int) -> None:
-        """Makes the call; what it ends with is for the peers to tell. Collective."""
+        """Makes the call; the peers report how it ends. Collective."""
         inputs = self._prepared.bind(self._call, self._memory)
         library.run(handle, self._prepared.address)
         del inputs
 
 
 def is_refusal(shape: int, num_tokens: int) -> bool:
-    """Whether a CallTag announces it."""
+    """Returns whether a CallTag announces a refusal."""
     return shape == SHAPE and num_tokens == NUM_TOKENS

@@ -1,4 +1,4 @@
-"""The communicators of this process: which one a process group, or a name, stands for."""
+"""The communicators of this process, found by process group or by name."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from allnorm.communicator import Communicator
     from allnorm.core.dispatch import Dispatcher
 
-# Open communicators, by name and kind of device.
+# Open communicators, by name and device type.
 _open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
-# What runs their calls, by name and whether they are on CUDA.
+# Their dispatchers, by name and whether they are on CUDA.
 _dispatchers: dict[tuple[str, bool], Dispatcher] = {}
-# Held while a communicator of a group is opened, by the id of the group.
+# Locks that are held while a communicator of a group is opened, by the id of the group.
 _opening: dict[int, threading.Lock] = {}
-# The names of all communicators that this process has made, by the group's name and device type.
+# The names of all communicators that this process has created, by the group's name and device type.
 _made: dict[tuple[str, str], list[str]] = {}
-# The number of the latest communicator, by the same.
+# The number of the latest communicator, by the same key.
 _last_numbers: dict[tuple[str, str], int] = {}
-# The communicators of `Communicator.for_group`, by the id of the group.
+# The communicators of `Communicator.for_group`, by the id of the group and the device.
 _of_group: dict[tuple[int, torch.device], Communicator] = {}
-# Held while one of them is made.
+# Locks that are held while one of them is created.
 _making: dict[tuple[int, torch.device], threading.RLock] = {}
-# All communicators that are not freed: a child of fork() must not touch what they use.
-_living: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# Communicators that are not freed yet; forked children must not touch their resources.
+_not_freed: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -44,13 +44,13 @@ def opening(
     """Keeps two threads from opening communicators of one group at the same time.
 
     Args:
-        group: the ranks of the communicator that is opened.
-        named_as_group: whether it is to have the group's name.
+        group: ranks of the new communicator.
+        named_as_group: whether it should have the group's name.
 
     Yields:
-        A function of the device: returns the number of the last communicator of a group of this
-        name, and whether the new one may have the group's name. It raises AllnormError if another
-        thread is opening one: the caller calls it where the other ranks learn of the error.
+        A function of the device. It returns the number of the last communicator of a group with
+        this name, and whether the new one may have the group's name. It raises AllnormError if
+        another thread is opening one; it must be called where the other ranks learn of errors.
     """
     lock = _opening.setdefault(id(group), threading.Lock())
     is_alone = lock.acquire(blocking=False)
@@ -58,12 +58,12 @@ def opening(
     def last_number(device: torch.device) -> tuple[int, bool]:
         if not is_alone and dist.get_world_size(group) > 1:
             raise AllnormError(
-                f"two threads of this process make communicators of group {group.group_name} at "
-                "the same time: which of them comes first differs from rank to rank, so ranks "
-                "would take one for the other. Make them one after the other, in the same order "
-                "on every rank, or of a process group each."
+                f"two threads of this process create communicators of group {group.group_name} at "
+                "the same time: their order differs between ranks, which would connect different "
+                "communicators. Create them one after the other, in the same order on every rank, "
+                "or use a process group for each."
             )
-        # Traced calls name the communicator of `for_group` by the group's name, no other one.
+        # Only the communicator of `for_group` has the group's name, by which traced calls find it.
         key = group.group_name, device.type
         return _last_numbers.get(key, 0), named_as_group and key not in _open
 
@@ -75,19 +75,19 @@ def opening(
 
 
 def add(comm: Communicator, group: dist.ProcessGroup) -> None:
-    """Adds a communicator that was opened."""
+    """Adds a communicator after it was opened."""
     key = group.group_name, comm.device.type
     _made.setdefault(key, []).append(comm.name)
     _last_numbers[key] = comm._endpoint.number
     _open[comm.name, comm.device.type] = comm
     _dispatchers[comm.name, comm.device.type == "cuda"] = comm._dispatcher
-    _living.add(comm)
+    _not_freed.add(comm)
 
 
 def remove(comm: Communicator) -> None:
-    """Removes a communicator that was closed."""
+    """Removes a communicator after it was closed."""
     key = comm.name, comm.device.type == "cuda"
-    if _dispatchers.get(key) is comm._dispatcher:  # another may have the name of a group by now
+    if _dispatchers.get(key) is comm._dispatcher:  # a newer one may have the group's name
         _open.pop((comm.name, comm.device.type), None)
         del _dispatchers[key]
 
@@ -101,17 +101,17 @@ def find_of_group(group: dist.ProcessGroup, device: torch.device) -> Communicato
 def make_of_group(
     group: dist.ProcessGroup, device: torch.device, make: Callable[[], Communicator]
 ) -> Communicator:
-    """Returns the one communicator of a group and a device; calls `make` if there is none.
+    """Returns the communicator of a group and a device; calls `make` if there is none.
 
-    Another thread that asks for the same one meanwhile waits, and gets it. A thread that asks for
-    that of another group must not wait: which thread comes first differs from rank to rank.
+    Other threads that ask for the same one wait and get it. Threads that ask for the communicator
+    of a different group do not wait, because the order of threads differs between ranks.
     """
     key = id(group), device
     with _making.setdefault(key, threading.RLock()):
         comm = find_of_group(group, device)
         if comm is None:
             if key in _of_group:
-                _of_group[key].close()  # of a group with the same id that is gone
+                _of_group[key].close()  # of a destroyed group with the same id
             comm = _of_group[key] = make()
             weakref.finalize(group, _close_of_group, *key).atexit = False
         return comm
@@ -123,7 +123,7 @@ def find(name: str, device_type: str | None) -> Communicator | None:
 
 
 def open_communicators() -> list[Communicator]:
-    """Returns all open communicators of this process, in the order of their making."""
+    """Returns all open communicators of this process, in the order of creation."""
     return list(_open.values())
 
 
@@ -133,7 +133,7 @@ def dispatchers() -> dict[tuple[str, bool], Dispatcher]:
 
 
 def made_so_far() -> list[tuple[tuple[str, str], list[str]]]:
-    """Returns the names of all communicators ever made here, by group and device type."""
+    """Returns the names of all communicators created so far, by group and device type."""
     return sorted(_made.items())
 
 
@@ -154,7 +154,7 @@ def _become_fork() -> None:
     _open.clear()
     _dispatchers.clear()
     _of_group.clear()
-    for comm in list(_living):
+    for comm in list(_not_freed):
         comm._endpoint.become_fork()
 
 

@@ -1,9 +1,10 @@
-"""How the ranks of a group come together to make something: steps, each with a deadline.
+"""Meetings: the ranks of a group create something together, in steps that have deadlines.
 
-Over the store of the process group and not by its collectives: these have the group's own timeout,
-do not say who is missing, and some end the process. Every rank leaves a report of each step under
-its own key and reads those of the others. A rank that gives up leaves word, and a process that ends
-is noticed, so that nobody waits for them. How ranks find each other is in `arrival`.
+A meeting uses the store of the process group, not its collectives. Those have the group's own
+timeout, do not report which rank is missing, and some abort the process. In each step, every rank
+writes a report under its own key and reads the reports of the others. A rank that gives up
+publishes this, and exits of processes are noticed, so that no rank waits in either case. arrival.py
+describes how the ranks find each other.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from allnorm.core.watch import SETTLED_SECONDS, Process, Watch
 from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError, UnsupportedError
 
 Look = Callable[[set[int], list[int]], None]
-"""Called again and again in a wait, with the ranks that are missing and those of them whose process
-has ended; raises to end it."""
+"""Called repeatedly during a wait with the missing ranks, and with those of them whose process has
+exited; raises to end the wait."""
 
 _LOOK_SECONDS = 0.05
-# Of the processes that share a number, on hosts of one image, each has another.
+# Unique, unlike a process id: processes on hosts of one image may have equal ones.
 _process_id = uuid.uuid4().hex
 
 
@@ -44,19 +45,19 @@ class Rendezvous:
     """One meeting of all ranks of a group. Collective.
 
     Args:
-        group: whose ranks meet.
-        seconds: how long all the steps together may take.
+        group: the ranks that meet.
+        seconds: time limit of all steps together.
 
     Attributes:
-        rank: this one.
+        rank: this rank.
         world_size: number of ranks.
-        ranks: their numbers in the group: those of a part are others than its own.
-        processes: of the ranks, after the first step.
-        name: unique among all meetings of the group, after the first step.
+        ranks: their numbers in the group, which in a part of a meeting are different ones.
+        processes: processes of the ranks, after the first step.
+        name: name of the meeting, unique in the group; set by the first step.
 
     Raises:
-        ValueError: there is no such group in this process.
-        UnsupportedError: its ranks are no processes.
+        ValueError: this process does not know the group.
+        UnsupportedError: the ranks of the group are not processes.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
@@ -76,7 +77,7 @@ class Rendezvous:
         self._steps = 0
         self.processes: list[Process] = []
         self.name = ""
-        self._keys = ""  # begins the keys of this meeting, or of a part of it
+        self._keys = ""  # prefix of the keys of this meeting, or of a part of it
         self._last_keys: list[str] = []
         self._parts: list[Rendezvous] = []
         self._dead: set[int] = set()
@@ -86,19 +87,19 @@ class Rendezvous:
     def agree(self, step: Callable[[], Any], what: str, *, waits: bool = False) -> list[Any]:
         """Runs `step` on every rank and returns all results, or raises on every rank.
 
-        A rank whose step fails raises its own error, or an AllnormError in place of a RuntimeError
-        of another library; the others raise an AllnormError that names it. No rank leaves before
-        all have reported, so that no rank waits for one that has given up.
+        A rank with a failed step raises its own error (in place of a RuntimeError of another
+        library, an AllnormError); the others raise an AllnormError that names it. No rank returns
+        before all have reported, so that no rank waits for one that has given up.
 
         Args:
-            step: what to run.
-            what: what it does, for errors.
-            waits: whether the step waits for other ranks within a library that does not notice
-                when one dies. It then runs in a thread of its own, which is abandoned in that case.
+            step: function to run.
+            what: name of the step in errors.
+            waits: whether the step waits for other ranks in a library that does not notice their
+                exits. It then runs in a thread, which is abandoned if a rank exits.
 
         Raises:
-            PeerTimeoutError: a rank has not come before the deadline, or (PeerDiedError) its
-                process has ended.
+            PeerTimeoutError: a rank did not come before the deadline, or (PeerDiedError) its
+                process has exited.
         """
         if self.world_size == 1:
             return [step()]
@@ -132,13 +133,11 @@ class Rendezvous:
         return [result for result, _ in reports]
 
     def part(self, ranks: Sequence[int]) -> Rendezvous:
-        """A meeting of some of the ranks within a step of this one, after its first step.
+        """Returns a meeting of some of the ranks, nested in one step of this one (not the first).
 
-        Ranks of the part are numbered by their place in it. Every rank is in one part at most, and
-        the step of the whole ends when all parts have: what goes wrong in one is told to all.
-
-        Args:
-            ranks: in rising order, this one among them.
+        `ranks` is ascending and contains this rank. A rank of the part is numbered by its index in
+        `ranks`, and belongs to only one part. The outer step ends when all parts have ended, and
+        reports a failure in one of them to all ranks.
         """
         part = object.__new__(Rendezvous)
         part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), tuple(ranks)
@@ -146,7 +145,7 @@ class Rendezvous:
         part._seconds, part._deadline = self._seconds, self._deadline
         part._root, part.name, part._store = self._root, self.name, self._store
         part._dead, part._members, part._arrival = self._dead, self._members, None
-        # Keys of a part begin with those of the step that it is in, and steps of it are later ones.
+        # Keys of a part start with those of the step that contains it.
         part._keys = f"{self._keys}/{self._steps}/part{ranks[0]}"
         part._steps, part._last_keys, part._parts, part._failed = 1, [], [], False
         part._stop = lambda: None
@@ -154,19 +153,18 @@ class Rendezvous:
         return part
 
     def prefix(self, name: str) -> str:
-        """For keys of the store that belong to what is made at this meeting."""
+        """Returns a prefix for keys that belong to what this meeting creates."""
         return f"{self._keys}/{name}"
 
     @property
     def store(self) -> Any:
-        """Where the ranks meet."""
+        """The store in which the ranks meet."""
         return self._store
 
     def end(self) -> None:
-        """Ends the meeting after its last step. Idempotent, not collective.
+        """Ends the meeting after its last step, and stops watching processes. Idempotent.
 
-        No process is watched any more. The last rank to end a meeting in which no rank gave up
-        deletes its keys.
+        Not collective. The last rank to end a meeting in which no rank gave up deletes its keys.
         """
         self._stop()
         for ended in (*self._parts, self):
@@ -197,7 +195,7 @@ class Rendezvous:
             self.name, self.processes = self._arrival.find(what)
             self._keys = f"{self._root}/{self.name}"
             watch = Watch(self.processes, _adder(self._dead))
-            # Also if the meeting is given up somewhere between two steps.
+            # Also if the meeting is abandoned between two steps.
             self._stop = weakref.finalize(self, watch.stop)
             found = self._gather((_process_id, report), what)
             self._arrival.leave()
@@ -231,7 +229,7 @@ class Rendezvous:
     def _in_words(self, error: Exception, what: str) -> Exception:
         """Returns an error of allnorm in place of one of torch, gloo, NCCL or CUDA.
 
-        Where memory is missing torch's own error stays: programs catch it by its type.
+        torch.OutOfMemoryError is kept, because programs catch it by its type.
         """
         foreign = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         if isinstance(error, AllnormError) or not foreign:
@@ -241,8 +239,8 @@ class Rendezvous:
         translated: AllnormError
         if number is None:
             translated = AllnormError(
-                f"{what}: {reason} No communicator was made. Find out whether every rank still "
-                "runs and can use the process group, and make it anew if not."
+                f"{what}: {reason} No communicator was created. Check that every rank still runs "
+                "and can use the process group; otherwise create the group again."
             )
         else:
             translated = self._error(
@@ -261,21 +259,21 @@ class Rendezvous:
         self._store.set(keys[self.rank], pickle.dumps(report))
         _wait_for(self._store, keys, self.rank, self._gone, functools.partial(self._look, what))
         reports = [pickle.loads(data) for data in self._store.multi_get(keys)]
-        if self._last_keys:  # every rank has read those of the step before
+        if self._last_keys:  # every rank has read those of the previous step
             self._store.delete_key(self._last_keys[self.rank])
         self._last_keys = keys
         self._steps += 1
         return reports
 
     def _gone(self) -> Iterable[int]:
-        """Ranks whose process has ended."""
+        """Returns the ranks whose process has exited."""
         return [number for number, rank in enumerate(self.ranks) if rank in self._dead]
 
     def _given_up(self) -> str:
         return f"{self._root}/{self.name}/given_up"
 
     def _look(self, what: str, missing: set[int], dead: list[int]) -> None:
-        """Raises if the wait for those who are missing is to end."""
+        """Raises if the wait for the missing ranks must end."""
         for number in dead:
             raise self._error(
                 PeerDiedError,
@@ -302,7 +300,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _reaching_store(self, what: str) -> Iterator[None]:
-        """Raises AllnormErrors where the store raises its own, or (PeerDiedError) names a rank."""
+        """Converts errors of the store to AllnormErrors, or to a PeerDiedError of a rank."""
         processes = self.processes or self._members.processes
         try:
             with _reaching_store(what):
@@ -329,12 +327,12 @@ class Rendezvous:
 
 
 def _adder(ranks: set[int]) -> Callable[[int, bool], None]:
-    """What a Watch calls; it does not keep the meeting."""
+    """Returns the callback for a Watch, which does not keep the meeting alive."""
     return lambda rank, settled: ranks.add(rank)
 
 
 def _find_ended(processes: Sequence[Process]) -> int | None:
-    """Returns a rank whose process has ended, or ends right now; None if none does."""
+    """Returns a rank whose process has exited, or exits within moments; None if there is none."""
     if not processes:
         return None
     watch = Watch(processes, lambda rank, settled: None)
@@ -354,12 +352,11 @@ def _check_processes(ids: Sequence[str]) -> None:
 
 
 class Mailbox:
-    """Exchanges among the ranks of a meeting after it is over, by keys of the same store.
+    """Exchanges among the ranks of a meeting after it has ended, through keys of the same store.
 
     Attributes:
-        rank: this rank.
-        seconds: how long an exchange may take.
-        calls: how many there have been.
+        seconds: time limit of an exchange.
+        calls: number of exchanges so far.
     """
 
     def __init__(self, meeting: Rendezvous, seconds: float) -> None:
@@ -368,44 +365,34 @@ class Mailbox:
         self._prefix = meeting.prefix(f"{meeting._steps}/mail")
 
     def exchange(self, value: Any, dead: Collection[int], look: Look) -> list[Any]:
-        """Every rank's value, by rank. Collective.
+        """Returns every rank's value, by rank. Collective.
 
         Args:
-            value: this rank's, picklable.
-            dead: ranks whose process has ended, as far as is known by now.
+            value: this rank's value, picklable.
+            dead: ranks that are known to have exited.
             look: raises to end the wait.
         """
-        what = "exchanging words before an unfused call"
+        what = "announcing an unfused call"
         keys = [f"{self._prefix}/{self.calls}/{rank}" for rank in range(self._world_size)]
         with _reaching_store(what):
             self._store.set(keys[self.rank], pickle.dumps(value))
             _wait_for(self._store, keys, self.rank, lambda: dead, look)
             values = [pickle.loads(data) for data in self._store.multi_get(keys)]
-            # Everybody has come to this exchange, and so has read those of the one before.
+            # Every rank has come to this exchange, so it has read the values of the previous one.
             if self.calls:
                 self._store.delete_key(f"{self._prefix}/{self.calls - 1}/{self.rank}")
         self.calls += 1
         return values
 
-    def tell(self, text: str) -> None:
-        """Leaves word for ranks that cannot see what this one sees; the first stays."""
-        with contextlib.suppress(Exception):
-            self._store.compare_set(f"{self._prefix}/told", "", text)
-
-    def told(self) -> str | None:
-        """What a rank has told."""
-        key = f"{self._prefix}/told"
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
 
 def _wait_for(
     store: Any, keys: Sequence[str], own: int, dead: Callable[[], Iterable[int]], look: Look
 ) -> None:
-    """Until every rank has left something under its key; `dead`: who has ended by now."""
+    """Waits until every rank has written its key; `dead` returns the ranks that have exited."""
     pause = SHORTEST_PAUSE_SECONDS
     missing = set(range(len(keys))) - {own}
     while not store.check([keys[rank] for rank in sorted(missing)]):
-        gone = frozenset(dead())  # before the look at what they have left
+        gone = frozenset(dead())  # read before the keys that they may have written
         missing = {rank for rank in missing if not store.check([keys[rank]])}
         if not missing:
             return
@@ -431,7 +418,7 @@ def _reaching_store(what: str) -> Iterator[None]:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Returns the store over which the ranks of a group have met before.
+    """Returns the store in which the ranks of a group have met.
 
     Raises:
         ValueError: this process is not in the group.

@@ -1,4 +1,4 @@
-"""The process group and the device that a caller means."""
+"""Resolves the arguments `group` and `device` of a caller."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from allnorm.errors import UnsupportedError
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup:
-    """Returns the process group that a caller means.
+    """Returns the process group for an argument `group`.
 
     Raises:
-        ValueError, TypeError: there is none, or this process is not in it.
+        ValueError, TypeError: it is not a process group, or this process is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group() "
             "before making a Communicator."
         )
-    mesh = sys.modules.get("torch.distributed.device_mesh")  # not loaded for those who have none
+    mesh = sys.modules.get("torch.distributed.device_mesh")  # not loaded without need
     if mesh is not None and isinstance(group, mesh.DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -53,10 +53,10 @@ def group_called(name: str) -> dist.ProcessGroup | None:
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Returns the device that a caller means.
+    """Returns the device for an argument `device`.
 
     Raises:
-        ValueError, UnsupportedError: it is none, or not one of those that are supported.
+        ValueError, TypeError, UnsupportedError: it is not a device, or not a supported one.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

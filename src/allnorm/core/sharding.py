@@ -1,4 +1,4 @@
-"""Weights as DTensors: which of them a rank holds whole, so that a call can take them."""
+"""DTensor weights: returns the local tensor if this rank holds the whole weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 
 def whole_local(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns what this rank holds of a tensor; None unless that is the whole tensor."""
+    """Returns this rank's local tensor if it is the whole tensor, otherwise None."""
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor.to_local()

@@ -1,9 +1,9 @@
-"""Faster ways around torch's public functions, for the host path of a call.
+"""Fast private functions of torch for the host path of a call.
 
-Reading shape, strides, dtype and device of three tensors from Python, and making two results,
-take longer than all else that a call does before its launch. The code that torch's own compiler
-generates has the same trouble, and functions for it. They are no public interface: each is tried
-out before it is relied on, and the public way is taken if it does not do as expected.
+In Python, reading shape, strides, dtype and device of three tensors, and allocating two results,
+takes longer than the rest of a call before its launch. torch has faster functions for the code that
+its compiler generates. They are not a public interface. So each is tested before it is used, and
+the public function is used instead if the test fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from allnorm.expert_sum import ExpertSum
 Check = Callable[..., bool]
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
-# Not in builds of torch without CUDA, where nobody asks.
+# Missing in builds of torch without CUDA, which do not need them.
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
@@ -31,9 +31,9 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def is_traced(x: object) -> bool:
-    """Returns whether torch must see the call of `x` as one operator; `x` may be an ExpertSum.
+    """Returns whether torch must see the call of `x`, a tensor or ExpertSum, as one operator.
 
-    So under torch.compile, torch.export and make_fx, under any other dispatch mode, and for fake
+    True under torch.compile, torch.export, make_fx and any other dispatch mode, and for fake
     tensors.
     """
     if _is_compiling() or _num_modes() > 0:
@@ -43,11 +43,11 @@ def is_traced(x: object) -> bool:
 
 
 def is_intercepted() -> bool:
-    """Returns whether a tracer or transform that is no dispatch mode sees this thread's operators.
+    """Returns whether a tracer or transform without a dispatch mode sees this thread's operators.
 
-    So under torch.jit.trace, in the transforms of torch.func, torch.vmap among them, and under
-    make_fx(pre_dispatch=True). A function that `alike` returns answers False there: only calls that
-    csrc/python does not recognize need ask.
+    True under torch.jit.trace, in transforms of torch.func (including torch.vmap), and under
+    make_fx(pre_dispatch=True). The check of `alike` returns False there, so only calls that
+    csrc/python does not recognize need to ask.
     """
     return (
         torch._C._is_tracing()
@@ -62,29 +62,29 @@ def is_transforming() -> bool:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Check:
-    """A function that tells whether as many tensors are like these.
+    """Returns a function that checks whether tensors are like these.
 
-    It answers True only for tensors of the same class, shape, strides, dtype and device, and may
-    answer False for other reasons too (inference mode, requires_grad, one tensor passed twice, a
-    torch without such a function). It keeps none of `tensors`.
+    The function returns True only for tensors of the same class, shape, strides, dtype and device.
+    It may return False for other reasons too (inference mode, requires_grad, a tensor passed twice,
+    a torch without guards). It does not keep the tensors alive.
     """
     return _guards_of(tensors) if _guards_hold() else lambda *_: False
 
 
 def fast_empty(device: torch.device) -> New | None:
-    """A function that makes tensors on `device`, with no values, while that is the current one.
+    """Returns a function that allocates tensors on `device` while that is the current device.
 
-    None if this torch has none.
+    Returns None if this torch has no such function.
     """
     if device.type == "cpu":
         return _fast_new("cpu")
-    with torch.cuda.device(device):  # another device would be initialized by trying it out there
+    with torch.cuda.device(device):  # the test would initialize any other current device
         return _fast_new("cuda")
 
 
 @functools.cache
 def version_counter() -> Callable[[Sequence[torch.Tensor]], None]:
-    """Returns a function that raises the versions of tensors, as writing operators do."""
+    """Returns a function that increments the versions of tensors, as writing operators do."""
     try:
         increment: Any = torch._C._increment_version
         probe = torch.empty(1)
@@ -92,7 +92,7 @@ def version_counter() -> Callable[[Sequence[torch.Tensor]], None]:
         increment((probe,))
         if probe._version == before + 1:
             return increment
-    except Exception:  # noqa: BLE001 - any surprise means that it is another interface
+    except Exception:  # noqa: BLE001 - any error means that the interface is a different one
         pass
     return _increment_versions
 
@@ -117,7 +117,7 @@ def _guards_of(tensors: Sequence[torch.Tensor]) -> Check:
 
 @functools.cache
 def _guards_hold() -> bool:
-    """Whether the guards of this torch see every difference that matters here."""
+    """Returns whether the guards of this torch detect every relevant difference."""
     make = functools.partial(torch.empty_strided, dtype=torch.bfloat16, device="cpu")
     shape, stride = (3, 4), (6, 1)
     others = (
@@ -138,14 +138,14 @@ def _guards_hold() -> bool:
         refuses = all(
             check(other, second) is False and check(first, other) is False for other in others
         )
-    except Exception:  # noqa: BLE001 - any surprise means that it is another interface
+    except Exception:  # noqa: BLE001 - any error means that the interface is a different one
         return False
     return accepts and refuses
 
 
 @functools.cache
 def _fast_new(device_type: str) -> New | None:
-    """The compiler's function for it; None if it is not there or makes something else."""
+    """Returns the compiler's allocation function; None if it is missing or works differently."""
     try:
         from torch._C._dynamo import guards
 
@@ -160,6 +160,6 @@ def _fast_new(device_type: str) -> New | None:
                 return None
             if type(made) is not torch.Tensor or made.device.type != device_type:
                 return None
-    except Exception:  # noqa: BLE001 - any surprise means that it is another interface
+    except Exception:  # noqa: BLE001 - any error means that the interface is a different one
         return None
     return new

@@ -1,9 +1,8 @@
-"""The memory of tensors: which a call reads where they lie, which it copies, which it refuses.
+"""The memory of tensors: which tensors a call reads in place, copies, or refuses.
 
-The kernels see addresses. So a tensor must be one whose values are the numbers in its memory: what
-computes them in another way, or somewhere else, is refused by its type, which every rank's program
-knows alike. Two kinds of plain tensors are copied instead: those that stand for the negative of
-their memory, and those that stand for zeros and have none.
+The kernels see addresses, so the values of a tensor must be the numbers in its memory. Tensors that
+compute their values, or keep them elsewhere, are refused by type, which is equal on all ranks. Two
+kinds of plain tensors are copied instead: negated views, and zero tensors without memory.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ _is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 _is_functional: Any = torch._is_functional_tensor
 _is_compiling = torch.compiler.is_compiling  # Dynamo knows plain tensors only
 _strided = torch.strided
-# Below it an address may be an offset into memory that is not there; see has_memory().
+# A lower address may be an offset into memory that was freed; see has_memory().
 LOW_ADDRESS = 1 << 32
 
 
 def check_kind(name: str, tensor: object) -> None:
     """Raises TypeError or ValueError unless `tensor` is a plain tensor without a gradient.
 
-    It looks at what all ranks' programs know alike: the type, the layout, and whether a gradient is
-    wanted.
+    It checks only what is equal on all ranks: the type, the layout, and whether a gradient is
+    needed.
     """
     kind = type(tensor)
     if kind not in _TYPES:
@@ -56,7 +55,7 @@ def check_kind(name: str, tensor: object) -> None:
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Raises TypeError where `tensor` is sparse or nested."""
+    """Raises TypeError if `tensor` is sparse or nested."""
     if tensor.layout is not _strided or tensor.is_nested:
         what = "nested" if tensor.is_nested else str(tensor.layout)
         raise TypeError(
@@ -71,7 +70,7 @@ def wants_gradient(tensor: torch.Tensor) -> bool:
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Returns whether `tensor` has a tangent of forward-mode differentiation that counts."""
+    """Returns whether `tensor` has a tangent of forward-mode differentiation that is active."""
     level = forward_ad._current_level
     if level < 0 or not torch._C._is_fwd_grad_enabled():
         return False
@@ -82,12 +81,12 @@ def _refuse_type(name: str, tensor: object) -> None:
     kind = type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {kind}: expected a torch.Tensor.")
-    for method in ("to_local", "wait", "get_data", "unwrap"):  # the first that its type has
+    for method in ("to_local", "wait", "get_data", "unwrap"):  # the first one that exists
         if hasattr(type(tensor), method):
             remedy = f"{name}.{method}()"
             break
     else:
-        remedy = f"the plain tensor in it, or {name}.as_subclass(torch.Tensor) if it is one itself"
+        remedy = f"the plain tensor inside it, or {name}.as_subclass(torch.Tensor)"
     raise TypeError(f"{name} is a {kind}: expected a plain torch.Tensor. Pass {remedy}.")
 
 
@@ -97,7 +96,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def check_all_fake(**given: Any) -> None:
-    """Raises TypeError where only some tensors of a call are fake."""
+    """Raises TypeError if only some tensors of a call are fake."""
     if _is_compiling():
         return
     modes = [t.fake_mode for t in given.values() if type(t) is FakeTensor]
@@ -112,12 +111,12 @@ def check_all_fake(**given: Any) -> None:
 
 
 def is_virtual(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's values differ from its memory: negated, or zeros."""
+    """Returns whether a tensor's values differ from its memory: negated views, zero tensors."""
     return bool(tensor.is_neg() or tensor._is_zerotensor())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether the kernels can read a tensor where it lies, if it has memory."""
+    """Returns whether the kernels can read a tensor in place, provided that it has memory."""
     try:
         check_kind("", tensor)
     except (TypeError, ValueError):
@@ -133,10 +132,10 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether a plain tensor has memory for its elements, if it has any.
+    """Returns whether a plain tensor has memory for its elements, or no elements.
 
-    Zeros without memory count as having it. Memory that was freed by `untyped_storage().resize_(0)`
-    leaves a view of it with its offset for an address.
+    Zero tensors without storage count as having memory. After `untyped_storage().resize_(0)` the
+    address of a view is its offset.
     """
     address = tensor.data_ptr()
     if address >= LOW_ADDRESS or tensor.numel() == 0 or tensor._is_zerotensor():
@@ -145,7 +144,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_memory(**tensors: torch.Tensor | None) -> None:
-    """Raises ValueError unless all of them have memory; this rank alone sees whether they do."""
+    """Raises ValueError unless all of them have memory; may raise on this rank only."""
     for name, tensor in tensors.items():
         if tensor is not None and not has_memory(tensor):
             raise ValueError(
@@ -160,6 +159,6 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes from the first element of `tensor` to the end of its last; it has one."""
+    """Returns the bytes from the start of a tensor's first element to the end of its last."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in dims) + 1) * tensor.element_size()

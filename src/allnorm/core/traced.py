@@ -1,9 +1,8 @@
-"""Calls as tracers see them: one operator, and a copy into each result that was preallocated.
+"""Calls as tracers see them: one operator, and a copy into each preallocated result.
 
-Under torch.compile, torch.export, make_fx, any other dispatch mode, and for fake tensors; under
-torch.jit.trace and in the transforms of torch.func, too. What can be told from shapes and dtypes is
-refused. Memory that is shared cannot be seen and needs no refusal, since results are copied after
-the call.
+This is for torch.compile, torch.export, make_fx, other dispatch modes and fake tensors, and for
+torch.jit.trace and the transforms of torch.func. Errors that are visible in shapes and dtypes are
+raised. Overlapping memory is not visible, and does no harm, because results are copied afterwards.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ class Ranks(Protocol):
 
 
 class Operators(Runner):
-    """Runs each call as a torch operator, for tracers that see operators only.
+    """Runs each call as a torch operator, for tracers that see only operators.
 
-    Args:
-        ranks: the communicator of the calls; None: they are calls of one rank.
+    `ranks` is the communicator of the calls; None: calls of one rank.
     """
 
     def __init__(self, ranks: Any = None) -> None:
@@ -52,8 +50,8 @@ class Operators(Runner):
         arguments.check_algorithm(call.algorithm)
         if call.scale_out is not None:
             raise ValueError(
-                "scale_out in a call that is traced: expected None, because padding between its "
-                "columns is no part of what a tracer sees. Take the scale that is returned."
+                "scale_out in a traced call: expected None, because a tracer does not see the "
+                "padding between its columns. Use the returned scale."
             )
         tensors.check_all_fake(x=call.x, residual=call.residual, weight=call.weight)
         ranks, fields = self._ranks, operators.results_of(call.op)
@@ -82,7 +80,7 @@ class Operators(Runner):
 
 
 def check_intercepted(call: Call) -> None:
-    """Raises for wrong arguments that an operator would refuse in other words, or take."""
+    """Raises for wrong arguments that an operator would accept, or report differently."""
     for name, tensor in (("x", call.x), ("residual", call.residual), ("weight", call.weight)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
             tensors.check_kind(name, tensor)  # which says what is wrong
@@ -95,7 +93,7 @@ def check_intercepted(call: Call) -> None:
 
 
 def _given(call: Call, field: str) -> _Tensor | None:
-    """Returns what a call returns instead of a result that its operator does not make."""
+    """Returns the value of a result that the operator does not compute."""
     if field == "scale_out" and isinstance(call.quant, Fp8PerTensor):
         return call.quant.scale
     return None
@@ -106,7 +104,7 @@ def _into(memory: _Tensor | None, result: _Tensor) -> _Tensor:
         return result
     if tensors.is_batched(result) and not tensors.is_batched(memory):
         raise ValueError(
-            "memory for a result of a call under torch.vmap, which is not mapped over while the "
-            "call's inputs are: expected None. Take the result that is returned."
+            "preallocated result without a dimension of torch.vmap, which maps over the inputs: "
+            "expected None. Use the returned result."
         )
     return memory.copy_(result)

@@ -1,11 +1,10 @@
 """Turns: one thread at a time calls a communicator, whatever signal handlers do.
 
 Python runs a signal handler between any two bytecodes of the main thread. A handler may use the
-communicator whose call it interrupts, and may raise. So a turn is taken, and ended, by a single
-call of C, between whose parts no handler runs: the lock and the note of its holder change together.
-The holder is the frame of the call. A call is in progress exactly as long as its frame is on the
-stack of its thread, so a turn that an exception has kept from being ended is found and ended by
-the next call.
+communicator that it interrupts, and may raise. So a turn is taken, and ended, by a single C call,
+which no handler can interrupt: the lock and the record of its holder change together. The holder is
+the frame of the call. A call is in progress exactly as long as its frame is on a stack. So if an
+exception has kept a turn from being ended, the next call notices and ends it.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-# A thread that waits for its turn looks this often whether the call before it still runs.
+# Interval at which a waiting thread checks whether the call before it still runs.
 _LOOK_SECONDS = 0.5
 _call: Callable[[Any], Any] = operator.call
 
 
 class Turn:
-    """Whose turn it is.
+    """The turn of a communicator.
 
     Attributes:
-        lock: held for the length of a turn; csrc/python takes it by itself.
+        lock: held during a turn; csrc/python takes it directly.
     """
 
     def __init__(self) -> None:
@@ -38,8 +37,8 @@ class Turn:
         self._calls: collections.deque[FrameType] = collections.deque()
 
     def try_take(self, call: FrameType, seconds: float = 0) -> bool:
-        """Takes the turn for the call of this frame; returns False if another call keeps it."""
-        # compress() gives the frame if acquire() has returned True. All of this is C.
+        """Takes the turn for the call of this frame; returns False if another call holds it."""
+        # compress() yields the frame only if acquire() has returned True. All of this is C.
         taken = map(self.lock.acquire, (True,), (seconds,))
         self._calls.extend(itertools.compress((call,), taken))
         return call in self._calls
@@ -54,11 +53,11 @@ class Turn:
         steps: tuple[Callable[[], None], ...]
         steps = functools.partial(self._calls.remove, call), self.lock.release
         with contextlib.suppress(ValueError):
-            # Both or, if the first raises, neither. All of this is C.
+            # Both, or neither if the first raises. All of this is C.
             collections.deque(map(_call, steps), maxlen=0)
 
     def is_here(self) -> bool:
-        """Returns whether the call whose turn it is runs in this thread."""
+        """Returns whether the call that holds the turn runs in this thread."""
         return any(_is_on(sys._getframe(), call) for call in tuple(self._calls))
 
     def _end_lost(self) -> None:

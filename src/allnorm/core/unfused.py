@@ -1,15 +1,14 @@
-"""The path through a process group: gather, then a local kernel over what was gathered.
+"""Unfused calls: a gather through a process group, then a local kernel over the gathered rows.
 
-For what the kernels cannot exchange themselves; the bits are the same. Rows travel as bytes: gloo
-gathers no bfloat16, NCCL no float8, and no bit may change on the way.
+They replace fused calls that cannot run, with bit-identical results. Rows are sent as bytes,
+because gloo cannot gather bfloat16, NCCL cannot gather float8, and no bit may change.
 
-The process group is the communicator's own, and made for its first unfused call: most communicators
-never need it, which takes memory and connections.
+The process group belongs to the communicator. The first unfused call creates it, because most
+communicators never need it, and it takes memory and connections.
 
-The ranks tell each other first what they are about to do, by a channel of their own: gloo would end
-the process where they gather different numbers of bytes, and mix rows of different shapes with as
-many bytes; NCCL would wait until its watchdog ends the process. A call that is captured in a CUDA
-graph has nobody who could tell.
+The ranks first announce the call on a channel. Otherwise different calls would do damage: with
+different numbers of bytes, gloo aborts the process, and NCCL waits until its watchdog aborts it;
+with equal numbers of bytes, rows of different shapes are mixed. Captured calls are not announced.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from allnorm.errors import UnsupportedError
 from allnorm.islands import Islands
 from allnorm.quant import ScaleGeometry, swizzle, swizzled_rows
 
-# Errors that every rank raises before anything was exchanged.
+# Errors that every rank raises before any exchange.
 IN_STEP = NotConnectedError, UnsupportedError
 
 
@@ -44,17 +43,17 @@ def run(
     memory: Memory,
     islands: Islands,
 ) -> int:
-    """Runs a bound call; returns the status. Collective.
+    """Runs a bound call and returns its status. Collective.
 
-    Sums are those of step 1b: of each island, then of all of them. Every rank computes every row;
-    where rows belong to ranks each rank computes its own, and the finished rows are gathered too.
+    Sums follow step 1b: per island, then over the islands. Every rank computes every row. If rows
+    have owners, each rank computes its own, and the finished rows are gathered too.
 
     Raises:
-        PeerDivergedError: on every rank, if all run unfused and do not make the same call. Nothing
-            was computed, and ranks are in step again.
+        PeerDivergedError: all ranks run unfused, but different calls; every rank raises. Nothing
+            was computed, and the ranks are in step again.
         PeerTimeoutError: a rank did not come.
     """
-    if channel is None or connection is None:  # of one rank
+    if channel is None or connection is None:  # one rank
         if prepared.native.op == _native.ALL_GATHER_ROWS:
             memory["out"].copy_(x)
             return _native.OK
@@ -90,7 +89,7 @@ def _sum_rows(
     rows: torch.Tensor,
     islands: Islands,
 ) -> int:
-    """Gathers the partial sums of all rows, and finishes those of this rank, chunk by chunk."""
+    """Gathers the partial sums of all rows, and finishes those of this rank, in chunks."""
     call, world_size, num_tokens = prepared.native, ranks.world_size, prepared.num_tokens
     lo, hi = (0, num_tokens) if prepared.shard is None else prepared.shard
     saved = {name: getattr(call, name) for name in ROW_FIELDS}
@@ -109,7 +108,7 @@ def _sum_rows(
             call.x = sources.data_ptr()
             call.x_stride, call.source_stride = hidden_size, sources.stride(0)
             call.num_tokens, call.num_sources, call.top_k = last - first, len(sources), 0
-            # Padding follows the last row; where rows belong to ranks it is zeroed at the end.
+            # Padding follows the last row; if rows have owners, it is zeroed at the end.
             whole = prepared.shard is None and last == num_tokens
             call.scale_padding_rows = saved["scale_padding_rows"] if whole else 0
             move_results(prepared, call, saved, first, first - lo, width)
@@ -127,14 +126,14 @@ def _reduced(
 ) -> torch.Tensor:
     """Returns the sums of all partials as the only source, `[1, rows, hidden_size]`."""
     values = partials.float()
-    # Not values[list(island)]: no graph can capture numbers that come from the host.
+    # Not values[list(island)]: a capture does not allow a copy of the indices from the host.
     sums = [add(library, stream, torch.stack([values[i] for i in island])) for island in islands]
-    # Exact or to nearest even, whatever modes the process has set: as the library rounds.
+    # Exact or rounded to nearest even like the library, whatever modes the process has set.
     return add(library, stream, torch.stack(sums)).to(partials.dtype).unsqueeze(0)
 
 
 class _Ranks:
-    """The ranks of one call, and what they exchange over."""
+    """The ranks of one call, and their exchange."""
 
     def __init__(self, exchange: GroupExchange, waits: Waits) -> None:
         self._exchange, self._waits = exchange, waits
@@ -143,16 +142,16 @@ class _Ranks:
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Gathers the [n, width] of all ranks as [world_size, n, width]."""
         rows = rows.contiguous()
-        if rows.stride(-1) != 1:  # one element is contiguous with any stride, but then is not bytes
+        if rows.stride(-1) != 1:  # contiguous, as it has one element, but no view as bytes exists
             rows = rows.clone(memory_format=torch.contiguous_format)
         return self._exchange.gather(rows, self._waits.look_at_peers)
 
     def complete(self, rows: torch.Tensor) -> None:
-        """Fetches the rows of a [num_tokens, width] tensor that belong to other ranks from them."""
+        """Fetches the rows that other ranks own, of a [num_tokens, width] tensor."""
         shards = [
             row_shard(rows.shape[0], self.world_size, rank) for rank in range(self.world_size)
         ]
-        height = shards[0][1]  # of the longest; shorter ones are padded
+        height = shards[0][1]  # of the longest shard; shorter ones are padded
         row_bytes = rows.shape[1] * rows.element_size()
         step = max(1, policy.UNFUSED_GATHER_BYTES // (self.world_size * row_bytes))
         lo, hi = shards[self.rank]
@@ -168,14 +167,14 @@ class _Ranks:
                     place.copy_(gathered[rank, : place.shape[0]])
 
     def all_gather_rows(self, shard: torch.Tensor, out: torch.Tensor) -> None:
-        """Puts every rank's rows, each [hi - lo, hidden_size], into [num_tokens, hidden_size]."""
+        """Gathers every rank's rows, [hi - lo, hidden_size], into [num_tokens, hidden_size]."""
         lo, hi = row_shard(out.shape[0], self.world_size, self.rank)
         out[lo:hi].copy_(shard)
         self.complete(out)
 
 
 def _complete_tiles(scale: torch.Tensor, prepared: PreparedCall, ranks: _Ranks) -> None:
-    """Fetches the scales of rows that belong to other ranks, and zeroes what belongs to no row."""
+    """Fetches the scales of rows that other ranks own, and zeroes the padding."""
     assert prepared.scale is not None
     if not prepared.num_tokens:
         return

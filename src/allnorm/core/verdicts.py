@@ -1,23 +1,23 @@
-"""Verdicts: what all ranks of a group do alike at a moment that not all of them need come to.
+"""Verdicts: decisions that are equal on all ranks, although some ranks may not take part.
 
-A rank compiles a graph, and its peers most likely do, but one of them may run it eagerly, or have
-it from a cache. A collective would wait for that rank for ever, or take its next, unrelated call
-for an answer. So ranks write their answers into the group's store, which needs no peer, and read
-those of the others. Every wait ends after `patience_s`. The first proposal of a verdict stands
-(compare and set), also for ranks that come later, so no two ranks can act on different ones. A rank
-that did not answer in time is not waited for again until it has answered something: a rank is
-waited for once, not once per graph.
+When a rank compiles a graph, its peers usually do too. But a peer may run the graph eagerly, or
+load it from a cache. A collective would wait for that rank forever, or mistake its next, unrelated
+call for an answer. So ranks write their answers into the group's store, which needs no peer, and
+read those of the others. Every wait ends after `patience_s`. The first proposal of a verdict wins
+(compare and set), also for ranks that come later, so ranks never act on different verdicts. A rank
+that did not answer in time is not waited for again until it answers something. So it delays its
+peers once, not once per graph.
 
-There are two kinds of questions. They differ in what they take a silent rank to have done.
+There are two kinds of questions, which assume different things of a silent rank.
 
-- `decide`, for engines: all ranks ask the same questions in the same order, and a question that is
-  asked again is a different one. A silent rank has the graph from a cache of an earlier run, where
-  the verdict was to fuse (`allnorm.integrations.vllm.generation`). Then the ranks that came fuse
-  too, and a rank that cannot raises: its peers would wait for it in a fused call.
-- `settle`, for any program: a question is what a rank would do with a graph, and the same text has
-  the same verdict for ever. Compilations may come in any order, and on some ranks alone. A silent
-  rank runs the graph as it was written, so no rank fuses it; unless it has fused a graph with the
-  same reductions before, which it may be running now. Then ranks that came too raise.
+- `decide`, for engines: all ranks ask the same questions in the same order, and a repeated question
+  is a new one. A silent rank has loaded the graph from a cache of an earlier run, in which the
+  verdict was to fuse (`allnorm.integrations.vllm.generation`). So the other ranks fuse too, and a
+  rank that cannot raises, because its peers would wait for it in a fused call.
+- `settle`, for any program: a question is what a rank would do with a graph, and equal questions
+  have one verdict forever. Ranks may compile in any order, and some may not compile at all. A
+  silent rank runs the graph unchanged, so no rank fuses it. But if the silent rank has fused a
+  graph with the same reductions before, it may be running that one now, and the other ranks raise.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from typing import Any
 
 from allnorm.errors import AllnormError
 
-# How much later than its peers a rank may come to a graph: they compile the same ones, one after
-# the other. Well below the timeout of a call, in which the peers may be waiting meanwhile.
+# Maximum delay between ranks that compile the same graphs, one after the other. It is well below
+# the timeout of calls, in which peers may be waiting meanwhile.
 PATIENCE_S = 60.0
 _POLL_S = 0.01
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank found out by trying.
+    """The outcome of a rank's attempt.
 
     Attributes:
-        obstacle: why it cannot; empty if it can.
-        result: what it made, in words that are the same on every rank that made the same.
+        obstacle: why it failed; empty if it succeeded.
+        result: text for what it made; equal on ranks that made the same.
     """
 
     obstacle: str = ""
@@ -54,12 +54,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank would do with a reduction of a graph.
+    """What a rank would do with one reduction of a graph.
 
     Attributes:
-        action: the call it would put there, in words that ranks with equal calls share; empty if
-            it would leave the reduction as it is.
-        reason: why it would leave it.
+        action: text for the call that it would insert, equal for equal calls; empty if it would
+            keep the reduction.
+        reason: why it would keep it.
     """
 
     action: str = ""
@@ -70,9 +70,9 @@ class Verdicts:
     """The verdicts of one group.
 
     Args:
-        store: a `torch.distributed.Store` that all ranks of the group have.
-        rank: in the group.
-        world_size: of the group.
+        store: a `torch.distributed.Store` of all ranks of the group.
+        rank: rank in the group.
+        world_size: number of ranks of the group.
         patience_s: how long ranks wait for each other.
     """
 
@@ -84,21 +84,21 @@ class Verdicts:
         self._world_size = world_size
         self._patience_s = patience_s
         self._asked: collections.Counter[str] = collections.Counter()
-        self._absent: dict[int, str] = {}  # and how often it had answered when it was given up
-        self._settled: dict[str, tuple[str, bool]] = {}  # by the place of the question
+        self._absent: dict[int, str] = {}  # count of a rank's answers when it was given up
+        self._settled: dict[str, tuple[str, bool]] = {}  # by the key of the question
 
     def decide(self, question: str, mine: Answer) -> str:
-        """Whether all ranks do what this one tried to; bounded in time.
+        """Decides whether all ranks do what this one attempted; bounded in time.
 
         Args:
-            question: what was tried; ranks that mean the same use the same text.
-            mine: what became of it.
+            question: text for the attempt, equal on ranks that mean the same.
+            mine: outcome of the attempt.
 
         Returns:
-            Why none does it, the same on all ranks that ask; empty if all do.
+            Why no rank does it, equal on all ranks that ask; empty if all do.
 
         Raises:
-            AllnormError: peers did it, some of them in an earlier run, and this rank cannot.
+            AllnormError: peers do it, some of them since an earlier run, and this rank cannot.
         """
         place = f"{_digest(question)}/{self._asked[question]}"
         self._asked[question] += 1
@@ -111,10 +111,10 @@ class Verdicts:
         if not reason and (mine.obstacle or result not in (None, mine.result)):
             silent = sorted(set(range(self._world_size)) - set(answers))
             raise AllnormError(
-                f"{mine.obstacle or f'this rank would fuse in another way: {mine.result}'}. But "
-                "the others fuse it, so that this rank cannot go on without: they decided before "
-                f"it came, or have it from a compile cache (silent: {silent}). Start again: "
-                "everything is compiled anew then."
+                f"{mine.obstacle or f'this rank would fuse differently: {mine.result}'}. But the "
+                "other ranks fuse it, so this rank cannot continue without: they decided before it "
+                f"came, or use a compile cache (silent: {silent}). Start again: everything is then "
+                "compiled anew."
             )
         return str(reason)
 
@@ -126,7 +126,7 @@ class Verdicts:
             steps: what this rank would do with each reduction.
 
         Returns:
-            Why no rank does it, the same on all ranks with equal steps; empty if all ranks do.
+            Why no rank does it, equal on all ranks with equal steps; empty if all ranks do.
 
         Raises:
             AllnormError: silent ranks may be running code in which such reductions are fused.
@@ -147,7 +147,7 @@ class Verdicts:
         return reason
 
     def common(self, mine: str) -> str:
-        """Returns the word of all ranks if they all give the same; else a new one, for all."""
+        """Returns the word of all ranks if it is equal on all, otherwise a new, common one."""
         self._store.set(f"word/{self._rank}", mine)
         missing = self._wait("word")
         words = {self._read(f"word/{rank}") for rank in range(self._world_size)}
@@ -155,10 +155,10 @@ class Verdicts:
         return self._store.compare_set("word/verdict", "", proposal).decode()
 
     def restore(self, agreed: Mapping[str, str]) -> None:
-        """Takes over what all ranks agreed on in an earlier run.
+        """Restores what all ranks agreed on in an earlier run.
 
-        Args:
-            agreed: by graph, its kind if any of it is fused, else "": see `places_of`.
+        `agreed` maps the key of a graph to the key of its kind if the graph is fused, else to "";
+        see `places_of`.
         """
         for place, kind_place in agreed.items():
             self._settled[place] = ("", False)
@@ -166,7 +166,7 @@ class Verdicts:
                 self._store.set(kind_place, place)
 
     def _settle(self, kind: str, place: str, steps: Sequence[Step]) -> tuple[str, bool]:
-        """The verdict on a graph that stands, and whether it is an error."""
+        """Returns the verdict on a graph, and whether it is an error."""
         interrupted = "a rank was interrupted while the ranks agreed whether to fuse"
         proposal: tuple[str, bool, str] = (interrupted, False, "")
         try:
@@ -183,10 +183,9 @@ class Verdicts:
         return str(reason), bool(is_error)
 
     def _differing(self, place: str) -> str:
-        """Returns the answer of a peer that has come to a different graph instead; or nothing.
+        """Returns the key of the answer of a peer that has come to a different graph, or "".
 
-        The peer waits there for this rank as this rank does here for the peer; or has given up
-        because this rank is here.
+        That peer waits for this rank there, or has given up because this rank is here.
         """
         for peer in set(range(self._world_size)) - {self._rank}:
             theirs = self._read(f"at/{peer}")
@@ -221,21 +220,21 @@ class Verdicts:
         ), True
 
     def _answers(self, place: str, mine: Answer) -> dict[int, Answer]:
-        """The answers that there are when no peer is waited for any longer."""
+        """Returns the answers that exist when no peer is waited for any longer."""
         self._wait(place)
         found = {rank: self._read(f"{place}/{rank}") for rank in range(self._world_size)}
         given = {rank: Answer(*json.loads(text)) for rank, text in found.items() if text}
         return {**given, self._rank: mine}
 
     def _wait(self, place: str, look: Callable[[], str] = str) -> set[int] | str:
-        """Waits until all ranks have answered, or no longer makes sense.
+        """Waits until all ranks have answered, or until waiting is pointless.
 
         Args:
-            place: of the question.
-            look: returns why the wait is without hope; or nothing.
+            place: key of the question.
+            look: returns why waiting is pointless, or "".
 
         Returns:
-            The silent ranks; none once there is a verdict. Or what `look` returned.
+            The silent ranks, or none once there is a verdict; or the text that `look` returned.
         """
         until = time.monotonic() + self._patience_s
         missing = set(range(self._world_size)) - {self._rank}
@@ -255,11 +254,11 @@ class Verdicts:
             time.sleep(_POLL_S)
 
     def _read(self, key: str) -> str:
-        """What is written there; empty if nothing is."""
+        """Returns the value of a key; empty if there is none."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _proposal(self, answers: dict[int, Answer]) -> tuple[str, str | None]:
-        """Why none does it, or what all have made as far as that is known."""
+        """Returns why no rank does it, and the known result of those that can."""
         able = [answer for _, answer in sorted(answers.items()) if not answer.obstacle]
         result = able[0].result if able else None
         if len(answers) < self._world_size:
@@ -271,7 +270,7 @@ class Verdicts:
 
 
 def first_reason(reasons: list[str]) -> str:
-    """The first rank's that has one, and whose it is; empty if none has."""
+    """Returns the first reason, with its rank unless all have the same; empty if there is none."""
     for rank, reason in enumerate(reasons):
         if reason:
             everywhere = all(other == reason for other in reasons)

@@ -1,9 +1,8 @@
-"""Whether the processes of peers live: one thread waits for their ends, for all communicators.
+"""Watches the processes of peers: one thread waits for their exits, for all communicators.
 
-A process is told from a later one of the same number by the time at which it started. The system
-says by a file descriptor (pidfd) when it ends; where that is not allowed, /proc is read now and
-then. A peer on a different machine, or in a different namespace of process numbers (in a container,
-for example), cannot be watched: a rank that waits for it waits until the deadline.
+The start time distinguishes a process from a later one with the same pid. A pidfd reports the exit;
+where pidfds are not allowed, /proc is polled. A peer on a different host, or in a different pid
+namespace (such as a container), cannot be watched: a wait for it lasts until the deadline.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# How often /proc is read where there is no pidfd.
+# Interval at which /proc is polled without a pidfd.
 _POLL_SECONDS = 0.2
-# What a process that has ended sent before it did has arrived by then, on any link.
+# By this time after its exit, everything that a process sent has arrived, on any link.
 SETTLED_SECONDS = 0.3
 
 
 class Process(NamedTuple):
-    """A process of any machine.
+    """A process of any host.
 
     Attributes:
-        pid: its number, in its own namespace.
-        started: when it started, as the kernel counts; empty if that cannot be read.
-        namespace: the machine and the namespace in which `pid` is unique; empty if that cannot be
-            read.
+        pid: its number in its own namespace.
+        started: its start time as the kernel counts; empty if it cannot be read.
+        namespace: host and namespace in which `pid` is unique; empty if it cannot be read.
     """
 
     pid: int
@@ -39,12 +37,12 @@ class Process(NamedTuple):
     namespace: str
 
     def is_visible_from(self, other: Process) -> bool:
-        """Returns whether `other` can find out if this process lives."""
+        """Returns whether `other` can find out if this process is alive."""
         return bool(self.started and self.namespace) and self.namespace == other.namespace
 
 
 def machine_id() -> str:
-    """Returns an identifier that all processes of this machine share until it is booted again."""
+    """Returns an identifier that all processes of this host share until it reboots."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -55,8 +53,8 @@ def machine_id() -> str:
 def this_process() -> Process:
     """Returns what peers need to watch this process."""
     try:
-        # Numbers of namespaces are unique on one machine only. The first namespace, that of
-        # processes outside of containers, has the same number on all machines.
+        # Namespace numbers are unique on one host only. The initial namespace, outside of
+        # containers, has the same number on all hosts.
         namespace = f"{machine_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         namespace = ""
@@ -64,10 +62,10 @@ def this_process() -> Process:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """The state of a process, a letter, and when it started; empty if there is none."""
+    """Returns the state letter of a process and its start time; empty if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Its name, in parentheses, may hold anything.
+            # The name, in parentheses, may contain any characters.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return "", ""
@@ -75,7 +73,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def lives(process: Process) -> bool:
-    """Returns whether a process that is visible from here has not ended."""
+    """Returns whether a process that is visible from here has not exited."""
     state, started = _state(process.pid)
     return state not in ("", "Z", "X") and started == process.started
 
@@ -83,16 +81,16 @@ def lives(process: Process) -> bool:
 class Watch:
     """The peers that one communicator watches.
 
-    Attributes:
-        blind: ranks whose end will not be seen: their processes are not visible from here, or this
-            process may have no more threads.
-        watched: the others.
-        stopped: whether nobody wants to know any more.
-
     Args:
-        peers: by rank; this process itself is not watched.
-        ended: called by another thread with the rank of a peer that has ended and False; some time
-            later, when nothing that the peer sent is on its way any more, once more with True.
+        peers: processes by rank; this process itself is not watched.
+        ended: called by another thread with the rank of a peer that has exited and False; later,
+            when everything that the peer sent has arrived, once more with True.
+
+    Attributes:
+        blind: ranks that cannot be watched: their processes are not visible from here, or this
+            process cannot start a thread.
+        watched: the processes of the other ranks.
+        stopped: whether the watch was stopped.
     """
 
     def __init__(self, peers: Sequence[Process], ended: Callable[[int, bool], None]) -> None:
@@ -109,13 +107,13 @@ class Watch:
             self.watched = {}
 
     def stop(self) -> None:
-        """Calls `ended` no more, but for a call that is under way. Idempotent."""
+        """Prevents further calls of `ended`, other than one in progress. Idempotent."""
         self.stopped = True
         if self.watched:
             _watcher.remove(self)
 
     def find_ended(self, seconds: float) -> int | None:
-        """A rank whose process has ended, or ends within so many seconds; None if none does."""
+        """Returns a rank whose process exits within `seconds`, or has; None if there is none."""
         deadline = time.monotonic() + seconds
         while True:
             for rank in self.watched:
@@ -131,29 +129,29 @@ class Watch:
         return process is not None and not lives(process)
 
     def describe(self, rank: int) -> str:
-        """The process of a rank, in words."""
+        """Returns a name for the process of a rank."""
         return f"process {self.peers[rank].pid}"
 
 
 class _Watcher:
-    """The thread, and what it waits for.
+    """The thread that watches, and what it waits for.
 
-    A watch is taken off by the thread itself: who stops it may be a finalizer, which comes in
-    anywhere, also where this thread or another one holds the lock.
+    Only the thread itself removes watches: stop() may run in a finalizer at any point, also while
+    this thread or another one holds the lock.
     """
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may make a communicator.
         self._lock = threading.RLock()
         self._watches: list[Watch] = []
-        self._stopped: collections.deque[Watch] = collections.deque()  # to be taken off
-        self._descriptors: dict[Process, int | None] = {}  # None: /proc is read
-        self._known: set[tuple[int, int]] = set()  # id of a watch, rank: reported
+        self._stopped: collections.deque[Watch] = collections.deque()  # to be removed
+        self._descriptors: dict[Process, int | None] = {}  # None: /proc is polled
+        self._known: set[tuple[int, int]] = set()  # id of a watch and rank: already reported
         self._thread: threading.Thread | None = None
         self._wake: tuple[int, int] | None = None
 
     def add(self, watch: Watch) -> bool:
-        """False if the system has no thread to spare."""
+        """Adds a watch; returns False if no thread can be started."""
         with self._lock:
             if self._thread is None and not self._start():
                 return False
@@ -177,8 +175,8 @@ class _Watcher:
         return True
 
     def remove(self, watch: Watch) -> None:
-        """Soon; takes no lock."""
-        if self._wake is not None:  # else it is of the process that this one is a fork of
+        """Removes a watch soon, without taking a lock."""
+        if self._wake is not None:  # otherwise this process is a fork, and the watch its parent's
             self._stopped.append(watch)
             self._notify()
 
@@ -196,7 +194,7 @@ class _Watcher:
                 os.close(descriptor)
 
     def forget(self) -> None:
-        """In a child of fork(), where the thread is not: lets go of everything."""
+        """Releases everything in a child of fork(), which does not have the thread."""
         descriptors = [fd for fd in self._descriptors.values() if fd is not None]
         for descriptor in (*descriptors, *(self._wake or ())):
             with contextlib.suppress(OSError):
@@ -237,7 +235,7 @@ class _Watcher:
     def _take_ended(
         self, polled: dict[Process, int | None], ready: set[int]
     ) -> list[tuple[Watch, int]]:
-        """Who has ended since the last look, and for whom."""
+        """Returns the watches and ranks of processes that have exited since the last call."""
         with self._lock:
             ended = set()
             for process, descriptor in self._descriptors.items():
@@ -252,8 +250,8 @@ class _Watcher:
             ]
             self._known |= {(id(watch), rank) for watch, rank in reports}
             for process in ended:
-                # It stays ready for ever. Whoever watches it from now on learns it at once, or by
-                # reading /proc.
+                # It would stay ready forever. Later watches of this process notice its exit at
+                # once, or by polling /proc.
                 descriptor = self._descriptors[process]
                 if descriptor is not None:
                     os.close(descriptor)
@@ -262,21 +260,21 @@ class _Watcher:
 
 
 def _call(watch: Watch, rank: int, settled: bool) -> None:
-    # Whatever it is, the thread goes on for the others.
+    # After any error the thread continues for the other watches.
     with contextlib.suppress(Exception):
         if not watch.stopped:
             watch.ended(rank, settled)
 
 
 def _open(process: Process) -> int | None:
-    """A pidfd of a process; None where there is none, so that /proc is read."""
+    """Returns a pidfd of a process; None if /proc must be polled instead."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except (OSError, AttributeError):
-        return None  # not allowed, or it has ended: /proc says which
+        return None  # pidfds are not allowed, or the process has exited: /proc tells which
     if lives(process):
         return descriptor
-    os.close(descriptor)  # of a later process with this number
+    os.close(descriptor)  # of a later process with this pid
     return None
 
 

@@ -1,9 +1,9 @@
-"""Symmetric workspaces: memory that every rank of a group has mapped.
+"""Symmetric workspaces: memory that every rank of a group maps.
 
-CUDA: device memory shared through CUDA IPC, freed once every peer has unmapped it. CPU: POSIX
-shared memory, whose name is removed as soon as every rank has opened it, so that nothing is left
-behind whatever happens later. If a rank is killed in between, the others remove it; if all are, the
-next group does.
+CUDA: device memory, shared through CUDA IPC and freed once every peer has unmapped it. CPU: POSIX
+shared memory. Its name is removed as soon as every rank has opened it, so that nothing is left
+behind later. If a rank is killed before that, the other ranks remove the name; if all ranks are
+killed, the next group does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_BYTES_CUDA = 256 << 20
 DEFAULT_BYTES_CPU = 4 << 20
 MIN_BYTES = 64 << 10
 _LEFTOVER_SECONDS = 600.0
-# How long a store may take to reach a peer that has mapped the memory; as a rule microseconds.
+# How long a probe may take to reach a peer that has mapped the memory; usually microseconds.
 _PROBE_SECONDS = 3.0
 _MAX_WORLD_SIZE = {"cpu": _native.MAX_WORLD_SIZE, "cuda": 8}
 
@@ -35,10 +35,10 @@ _shared_gpus_allowed = False
 
 
 def allow_shared_gpus(allowed: bool) -> None:
-    """Whether a workspace may be made by several ranks of one GPU. The same on every rank.
+    """Sets whether several ranks of one GPU may create workspaces; the same on every rank.
 
-    They take turns on it: right, but a thousand times slower than a GPU each, so that only tests
-    want it (`RankPool(share_gpus=True)`).
+    Ranks of one GPU run one at a time, a thousand times slower. So only tests allow it
+    (`RankPool(share_gpus=True)`).
     """
     global _shared_gpus_allowed
     _shared_gpus_allowed = allowed
@@ -49,13 +49,13 @@ class Workspace:
     """The mapped workspaces of all ranks.
 
     Attributes:
-        reach: where some devices do not reach others: the ranks of those that reach each other,
-            together, if that splits them; else empty.
-        addresses: address of every rank's workspace in this process, by rank; empty if there is
-            none.
+        addresses: address of every rank's workspace in this process, by rank; empty if there are
+            no workspaces.
         num_bytes: bytes of each.
-        obstacle: why there is none, else empty.
-        notes: addresses of every rank's note (notes.py), zeros at first, of host memory that is
+        obstacle: why there are none; empty if there are.
+        reach: if some devices do not reach others: the groups of ranks that reach each other, if
+            reachability is transitive; otherwise empty.
+        notes: address of every rank's note (notes.py), initially zeros, in host memory that is
             released with the workspaces; empty on CUDA.
     """
 
@@ -67,7 +67,7 @@ class Workspace:
     notes: tuple[int, ...] = ()
 
     def release(self) -> None:
-        """Unmaps; idempotent."""
+        """Unmaps the workspaces. Idempotent."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -78,32 +78,32 @@ def create(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspa
 
     Raises:
         PeerTimeoutError: a rank did not come.
-        AllnormError, OSError: shared memory could not be made; raised on every rank.
+        AllnormError, OSError: shared memory could not be created; raised on every rank.
     """
     world_size = meeting.world_size
     if world_size == 1:
         return Workspace([], num_bytes, "one rank: there is nothing to exchange")
     if world_size > _MAX_WORLD_SIZE[device.type]:
-        return Workspace([], num_bytes, f"{world_size} ranks are more than the kernels know")
+        return Workspace([], num_bytes, f"{world_size} ranks are more than the kernels support")
     if device.type == "cpu":
         return create_shared_memory(meeting, num_bytes)
     return _create_device_memory(meeting, device, num_bytes)
 
 
 def hosts(meeting: Rendezvous) -> islands.Islands:
-    """The ranks that share a machine, together. Collective."""
+    """Returns the ranks of each host. Collective."""
     return islands.group_islands(meeting.agree(_host_identity, "finding out the host"))
 
 
 def on_one_host(meeting: Rendezvous) -> bool:
-    """Whether all ranks are processes of one machine. Collective."""
+    """Returns whether all ranks are on one host. Collective."""
     return len(hosts(meeting)) == 1
 
 
 def _host_identity() -> str:
-    """Equal where processes can share memory: of one start of one kernel, with one /dev/shm.
+    """Returns a text that is equal for processes that can share memory: boot id and /dev/shm.
 
-    Containers of a machine have names of their own, and may have such memory in common or not.
+    Containers of a host have different host names, and may or may not share its memory.
     """
     machine = watch.machine_id()
     try:
@@ -114,10 +114,10 @@ def _host_identity() -> str:
 
 
 def _remove_leftovers(folder: str = "/dev/shm") -> None:
-    """Removes what a process left behind that was killed before it could remove the name itself.
+    """Removes shared memory of processes that were killed before they could remove its name.
 
-    A name lives for the moments in which the ranks open it. Younger ones are let be: their process
-    may be one that cannot be seen from here, in another container.
+    A name exists only while the ranks open it. Younger names are kept, because their process may be
+    invisible from here, in another container.
     """
     for path in glob.glob(f"{folder}/allnorm-*-*"):
         pid = os.path.basename(path).split("-")[1]
@@ -129,12 +129,12 @@ def _remove_leftovers(folder: str = "/dev/shm") -> None:
 
 
 def create_shared_memory(meeting: Rendezvous, num_bytes: int) -> Workspace:
-    """Host memory that all ranks of one machine have mapped. Collective."""
+    """Creates host memory that all ranks of one host map. Collective."""
     library = _native.library("cpu")
     rank, world_size = meeting.rank, meeting.world_size
     total = (num_bytes + NOTE_BYTES) * world_size
     address = 0
-    # Known to all before it is there, so that whoever lives removes it.
+    # All ranks know the name before the memory exists, so that a surviving rank can remove it.
     names = meeting.agree(
         lambda: f"/allnorm-{os.getpid()}-{uuid.uuid4().hex[:12]}", "naming shared memory"
     )
@@ -161,7 +161,7 @@ def create_shared_memory(meeting: Rendezvous, num_bytes: int) -> Workspace:
         release()
         raise
     finally:
-        # Every rank does, since rank 0 may have been killed: one of them finds the name.
+        # Every rank tries to remove the name, because rank 0 may have been killed.
         with contextlib.suppress(OSError):
             library.shm_unlink(names[0])
     addresses = [address + r * num_bytes for r in range(world_size)]
@@ -170,8 +170,8 @@ def create_shared_memory(meeting: Rendezvous, num_bytes: int) -> Workspace:
     return Workspace(addresses, num_bytes, _release=release, notes=notes)
 
 
-# Own device memory that a peer had still mapped when this rank left: (device, rank, world size,
-# address). Freed once that has changed.
+# Own device memory that a peer still mapped when this rank left: (device, rank, world size,
+# address). It is freed later.
 _left_behind: list[tuple[int, int, int, int]] = []
 
 
@@ -181,11 +181,10 @@ def _free_left_behind() -> None:
 
 
 def _allocate(library: _native.Library, device: torch.device, num_bytes: int) -> tuple[int, bytes]:
-    """Returns the address and the handle of new device memory.
+    """Allocates device memory; returns its address and its handle.
 
     Raises:
-        MemoryError: the device has too little memory, even after torch has released what its
-            allocator caches.
+        MemoryError: the device has too little memory, even after torch has emptied its cache.
     """
     try:
         return library.ipc_create(device.index, num_bytes)
@@ -265,8 +264,8 @@ def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: 
         release()
         raise
     if obstacles:
-        # Every rank has ended its attempts, but one that never opened a workspace says nothing
-        # there: so all unmap first and then free.
+        # All ranks have stopped trying. A rank that never opened a workspace does not signal that
+        # it left, so all ranks unmap first and then free.
         own, addresses[rank] = addresses[rank], 0
         meeting.agree(release, "unmapping the workspace")
         library.ipc_free(index, rank, 0, own)
