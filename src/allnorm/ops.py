@@ -150,7 +150,7 @@ def _refuse_gradients(operator: torch._ops.OpOverload, arguments: tuple[Any, ...
         if found:
             raise ValueError(
                 f"{' and '.join(found)} of allnorm::{operator._opname} with {what}: expected none "
-                "while gradients are enabled, because results have no gradient. Call it under "
+                "while gradients are enabled, because results carry no gradient. Call it under "
                 f"{mode}, or pass their detach()."
             )
 

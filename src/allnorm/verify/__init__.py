@@ -1,5 +1,5 @@
-"""Is every call right on this machine, bit for bit, and is a rank that fails noticed?
+"""Checks that calls are bit-exact on this machine, and that failures of ranks are noticed.
 
-`run.verify` starts ranks and runs the checks in them, `faults.run` provokes faults, `doctor`
-takes a quick look.
+`run.verify` starts ranks and runs the checks in them, `faults.run` provokes faults, and `doctor`
+runs a quick check.
 """

@@ -1,6 +1,6 @@
-"""Many calls of every kind: `run_cases` compares every bit with the reference, `Cases` draws them.
+"""Calls of every kind: `run_cases` compares them with the reference, `Cases` draws random ones.
 
-`case.py` says what a call is, `corners.py` is a table of named ones. The checks and soaks of
+`case.py` defines a call, and `corners.py` is a table of named ones. The checks and soaks of
 `allnorm verify` and the tests use all of them.
 """
 
@@ -30,20 +30,20 @@ SCALE_NAMES = (
     ),
     ("column_major_tma", "ue8m0_packed"),
 )
-"""Layout and format of the scales of groups, without those in tiles."""
+"""Layouts and formats of the scales of groups, other than tiled ones."""
 HIDDEN_SIZES = (120, 512, 2880, 2944, 4096, 7168, 8192)
 TOKENS = {
     "cuda": (1, 2, 3, 4, 7, 8, 16, 17, 33, 64, 130, 257, 512, 1024),
     "cpu": (1, 2, 3, 5, 8, 17, 40),
 }
 BURST = 48
-"""Calls that `run_cases` makes before it waits for any of them."""
+"""Number of calls that `run_cases` makes before it waits for any of them."""
 
 # ---- many calls ----------------------------------------------------------------------------------
 
 
 class _Placed:
-    """The tensors of a call on this rank, where its Memory says, and its results."""
+    """The tensors of a call on this rank, placed according to its Memory, and its results."""
 
     def __init__(self, case: Case, comm: allnorm.Communicator) -> None:
         self.case, self.comm, memory = case, comm, case.memory
@@ -100,7 +100,7 @@ class _Placed:
         self.result = self.case.method(self.comm)(self.x, **self.arguments)
 
     def wrong(self) -> list[str]:
-        """Returns what is wrong with the results and with the memory around them, in words."""
+        """Describes what is wrong with the results and with the memory around them."""
         case, given = self.case, self.given
         if "normed_out" in given:
             case = case.but(return_normed=True)
@@ -130,12 +130,12 @@ class _Placed:
         return found
 
     def agreed(self) -> list[torch.Tensor]:
-        """Returns the results that every rank holds the same."""
+        """Returns the results that must be equal on every rank."""
         return self.case.agreed(list(self.result) if self.case.has_norm else [self.result])
 
 
 def _around(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of the memory that a view is of, with zeros in its place."""
+    """Returns the bytes of the storage of a view, with zeros in place of the view."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     whole = whole.set_(tensor.untyped_storage()).clone()
     where = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -150,7 +150,7 @@ def can_run(
     dtype: torch.dtype,
     sharded: bool = False,
 ) -> bool:
-    """Returns whether an algorithm must run, as the contract promises; the others are refused."""
+    """Returns whether an algorithm must run, by the contract; otherwise the call is refused."""
     if algorithm in ("auto", "unfused") or comm.world_size == 1:
         return True
     if len(comm.islands) > 1:
@@ -162,13 +162,13 @@ def can_run(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call on this rank.
+    """The outcome of a call on this rank.
 
     Attributes:
         case: the call.
         wrong: what is wrong with its results and the memory around them; "" if nothing is.
-        digest: a number that the ranks' results agree on if they have the same bits; 0 if the call
-            was refused, as calls that cannot run must be.
+        digest: hash of the results that ranks must agree on; 0 if the call was refused, as a call
+            that cannot run must be.
     """
 
     case: Case
@@ -181,7 +181,7 @@ def outcomes(
     cases: Sequence[Case],
     pause: Callable[[], None] = lambda: None,
 ) -> Iterator[Outcome]:
-    """Makes the calls in bursts, without a barrier, and compares results and memory. Collective.
+    """Makes the calls in bursts without barriers, and compares results and memory. Collective.
 
     `pause` runs before each call.
     """
@@ -209,8 +209,8 @@ def run_cases(
     """Makes the calls as `outcomes` does.
 
     Returns:
-        How many of them ran, and what was wrong, the same on every rank. Results that ranks must
-        agree on have the same bits on all of them, payloads of NaN included.
+        The number of calls that ran, and what was wrong, equal on every rank. Ranks must agree on
+        results bit for bit, including payloads of NaN.
     """
     mine = list(outcomes(comm, cases, pause))
     every = gather([(one.wrong, one.digest) for one in mine])
@@ -224,7 +224,7 @@ def run_cases(
 
 
 def _not_refused(case: Case, comm: allnorm.Communicator) -> str:
-    """Returns what is wrong with a refusal, which must name the algorithm."""
+    """Describes what is wrong with a refusal, which must name the algorithm."""
     try:
         case.run(comm)
     except allnorm.UnsupportedError as error:
@@ -233,7 +233,7 @@ def _not_refused(case: Case, comm: allnorm.Communicator) -> str:
 
 
 def _other_plan(case: Case, comm: allnorm.Communicator) -> list[str]:
-    """Returns why the plan of a call is not the algorithm that it names."""
+    """Describes how the plan of a call differs from the algorithm that the call names."""
     if case.algorithm == "auto" or comm.world_size == 1 or case.op != "norm":
         return []
     plan = comm.plan(
@@ -250,7 +250,7 @@ def _digest(tensors: Sequence[torch.Tensor]) -> int:
     """
     digest = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
-        # cloned: of one element alone even a contiguous tensor may keep an odd stride
+        # Cloned, because even a contiguous tensor with one element may have an odd stride.
         dense = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
         if dense.dtype in (torch.float32, torch.float16, torch.bfloat16):
             dense[dense.isnan()] = torch.nan
@@ -262,7 +262,7 @@ def _digest(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def specs(hidden_size: int, where: torch.device | str = "cpu") -> list[Quant]:
-    """Returns every way to quantize rows of that many columns."""
+    """Returns all quantization specs for rows with this many columns."""
     fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
     groups = [allnorm.Fp8PerGroup(size, *names) for size in fitting for names in SCALE_NAMES]
     static = allnorm.Fp8PerTensor(torch.full((1,), 0.03, device=where))
@@ -276,15 +276,15 @@ def specs(hidden_size: int, where: torch.device | str = "cpu") -> list[Quant]:
 class Cases:
     """Draws random cases from everything that the API offers.
 
-    Each value of a dimension comes before any comes again, so that a hundred cases reach all.
+    Each value of a field is drawn before any is drawn again, so that a hundred cases reach all.
 
     Args:
-        rng: in the same state on all ranks.
-        where: the device, on which given scales are.
-        max_elems: the largest product of tokens and columns.
+        rng: generator, in the same state on all ranks.
+        where: device of given scales.
+        max_elems: maximum product of tokens and columns.
         tokens: numbers of rows.
         hidden_sizes: numbers of columns.
-        algorithms: names to ask for; by default "auto" and those of one island.
+        algorithms: requested algorithms; by default "auto" and those of one island.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class Cases:
         self._decks: dict[Any, list[Any]] = {}
 
     def draw(self) -> Case:
-        """Draws a call of ordinary values in new memory: a norm, or now and then an all_reduce."""
+        """Draws a call with ordinary values in new memory: a norm, or sometimes an all_reduce."""
         hidden_size = self._deal("hidden_size", self._hidden_sizes)
         fitting = [t for t in self._tokens if t * hidden_size <= self._max_elems]
         norm = self._rng.random() < 0.85
@@ -331,7 +331,7 @@ class Cases:
         ).possible()
 
     def draw_any(self) -> Case:
-        """Draws a call of any values, shape and memory."""
+        """Draws a call with any values, shape and memory."""
         case = self.draw().but(
             kind=self._deal("kind", ("normal",) * 10 + VALUES),
             call=self._rng.randrange(1000),
@@ -360,7 +360,7 @@ class Cases:
         return case.possible()
 
     def _spec(self, hidden_size: int) -> Quant:
-        """Deals group sizes and layouts apart, so that each size meets each layout."""
+        """Draws a spec; sizes and layouts are separate, so that each size meets each layout."""
         kind = self._deal("quant", ("group", "group", "group", "token", "tensor", "mx", "nv", "nv"))
         if kind == "group":
             fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
@@ -403,11 +403,11 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"post_norm": True, "scale": -1.5, "experts": Experts()},
     {"experts": Experts()},
 )
-"""One of each change of what the residual is added to, as fields of a Case."""
+"""One case of each kind of residual update, as fields of a Case."""
 
 
 def algorithms(case: Case, comms: Sequence[allnorm.Communicator]) -> set[str]:
-    """Returns what would run such a call; "unfused" where the algorithm that it names cannot."""
+    """Returns the algorithms that would run such a call; "unfused" where the named one cannot."""
     return {_algorithm(case, comm) for comm in comms}
 
 

@@ -1,4 +1,4 @@
-"""A call of any kind that the API offers: its inputs, how to make it, and what it must return."""
+"""A call of any kind that the API offers: its inputs, how to make it, and its expected results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from allnorm.testing import (
 from allnorm.testing.rank import device
 
 VALUES = (*SPECIAL_KINDS, "sentinels", "finite_sentinels")
-"""Values of `Case.kind` that are not ordinary numbers."""
+"""Values of `Case.kind` that mean special numbers."""
 
 Results = dict[str, torch.Tensor]
 """Results of a call by name: reduced, rows, normed, residual_out, quantized, scale."""
 
 
-# ---- where tensors lie ---------------------------------------------------------------------------
+# ---- memory layouts ------------------------------------------------------------------------------
 
 
 def _expression(value: Any) -> str:
-    """Returns what makes a value of one of these classes, without its defaults."""
+    """Returns the expression for a value of one of these classes, without its defaults."""
     given = (
         f"{f.name}={getattr(getattr(value, f.name), '__name__', None) or getattr(value, f.name)!r}"
         for f in fields(value)
@@ -44,13 +44,13 @@ def _expression(value: Any) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """Where the rows of a tensor lie in memory that is filled with other numbers.
+    """The layout of the rows of a tensor in memory that is filled with other numbers.
 
     Attributes:
         pad: elements between two rows.
         offset: elements before the first row.
-        reverse: whether the leading dimensions lie in the reverse order.
-        expand: whether all rows are one row, of stride 0.
+        reverse: whether the leading dimensions are in reverse order.
+        expand: whether all rows are the same row, with stride 0.
     """
 
     pad: int = 0
@@ -61,7 +61,7 @@ class Layout:
     __repr__ = _expression
 
     def place(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of the values that lies so."""
+        """Returns a copy of the values with this layout."""
         if self.expand:
             return values[:1].clone().expand(values.shape)
         order = list(range(values.dim() - 1))
@@ -80,16 +80,16 @@ class Layout:
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """Where the tensors of a call lie.
+    """The memory of the tensors of a call.
 
     Attributes:
-        x: the layout of this rank's rows.
-        residual: the layout of the residual.
+        x: layout of this rank's rows.
+        residual: layout of the residual.
         weight_offset: elements before the weights.
-        out: where normed or reduced rows go: "new" memory, memory of the caller ("own"), or "x".
-            Quantized rows and their scales go to memory of the caller unless it is "new".
-        residual_out: where the new residual goes: "new", "own", or "residual".
-        results: the layout of the caller's memory for results.
+        out: memory for normed or reduced rows: "new", memory of the caller ("own"), or "x".
+            Quantized rows and their scales use memory of the caller unless it is "new".
+        residual_out: memory for the new residual: "new", "own", or "residual".
+        results: layout of the caller's memory for results.
     """
 
     x: Layout = Layout()
@@ -107,14 +107,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Experts:
-    """What experts return, in place of `x`.
+    """The rows of experts in place of `x`.
 
     Attributes:
-        top_k: rows that are summed for each token.
-        weighted: whether each row has a weight.
-        shared: whether the partial of a shared expert is added.
-        indexed: whether rows are named by an index; then each rank has a different number of rows.
-        absent: the share of the choices that a rank has no row for, of those with an index.
+        top_k: number of rows per token.
+        weighted: whether rows have weights.
+        shared: whether there is a shared expert.
+        indexed: whether an index selects rows; each rank then has a different number of rows.
+        absent: share of the choices for which a rank has no row, with an index.
     """
 
     top_k: int = 2
@@ -147,24 +147,24 @@ class Experts:
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """A call and its inputs. Everything about them follows from these values, on every rank.
+    """A call and its inputs, which depend only on these values, on every rank.
 
     Attributes:
-        shape: the shape of `x`; of "all_gather_rows" that of all rows.
+        shape: shape of `x`; for "all_gather_rows" the shape of all rows.
         residual: whether there is a residual.
         float32_weight: whether the weight is float32 instead of `dtype`.
-        kind: the kind of values: "normal", one of VALUES, "equal_rows", or "word 0x..." for tensors
-            of nothing but that word.
-        call: the number of the call, which makes its values distinct.
+        kind: kind of values: "normal", one of VALUES, "equal_rows", or "word 0x..." for tensors
+            that repeat one word.
+        call: number of the call, which makes its values distinct.
         return_normed: whether a quantized call returns the normed rows too.
-        sharded: whether each rank holds its own rows of the residual only.
-        post_norm: whether the sum is normed before the residual is added.
-        second_norm: False: the new residual is the only result.
-        experts: makes the input of each rank, an ExpertSum, in place of `x`; or None.
+        sharded: whether each rank holds only its own rows of the residual.
+        post_norm: whether there is a post norm.
+        second_norm: whether there is a norm after the residual add.
+        experts: returns the ExpertSum of a rank, in place of `x`; or None.
         op: "norm", "all_reduce", "all_gather_rows", or "local", a norm of the rows of rank 0.
         put: numbers at given places: (tensor, index, number) each. Tensors are "weight",
             "residual", and "x0" for the rows of rank 0.
-        memory: where the tensors lie.
+        memory: memory of the tensors.
     """
 
     shape: tuple[int, ...] = (3, 4096)
@@ -191,12 +191,12 @@ class Case:
     __repr__ = _expression
 
     def but(self, **changes: Any) -> Case:
-        """Returns the case with other values of some fields."""
+        """Returns the case with some fields changed."""
         return replace(self, **changes)
 
     @property
     def num_tokens(self) -> int:
-        """The number of rows, which all ranks hold together."""
+        """The number of rows of all ranks together."""
         return rows_of(self.shape)
 
     @property
@@ -205,7 +205,7 @@ class Case:
         return self.shape[-1]
 
     def possible(self) -> Case:
-        """Returns a case that the API allows: whole groups, nothing that excludes each other."""
+        """Returns a case that the API allows: whole groups, and no conflicting options."""
         case = self
         size = _group_size(case.quant)
         case = case.but(shape=(*case.shape[:-1], -(-case.hidden_size // size) * size))
@@ -239,13 +239,13 @@ class Case:
         return [self.x(rank) for rank in range(world_size)]
 
     def x_of(self, comm: allnorm.Communicator) -> Any:
-        """Returns what this rank passes to the call."""
+        """Returns the input of this rank."""
         if self.op == "all_gather_rows":
             return self.own_rows(comm, self.x(0)).clone()
         return self.x(0 if self.op == "local" else comm.rank)
 
     def rows(self, rank: int, count: int) -> torch.Tensor:
-        """Returns that many rows of the kind of values, for `experts`."""
+        """Returns `count` rows with the case's kind of values, for `experts`."""
         return self._values((count, self.hidden_size), rank)
 
     def _values(self, shape: tuple[int, ...], rank: int) -> torch.Tensor:
@@ -285,7 +285,7 @@ class Case:
         return self._put("weight", weight)
 
     def post_weight(self) -> torch.Tensor:
-        """Returns the weight of the post norm, of the dtype that the other weight does not have."""
+        """Returns the weight of the post norm, in the dtype that the other weight does not have."""
         dtype = self.dtype if self.float32_weight else torch.float32
         return shared_input(self.shape[-1:], dtype, "post_norm", device=device())
 
@@ -297,7 +297,7 @@ class Case:
         return allnorm.PostNorm(weight, 2 * self.eps, 1.0 - self.weight_bias)
 
     def spec(self) -> Quant | None:
-        """Returns how to quantize; a given scale is on this rank's device."""
+        """Returns the spec of the quantization; a given scale is on this rank's device."""
         if isinstance(self.quant, allnorm.Fp8PerTensor):
             return allnorm.Fp8PerTensor(self.quant.scale.to(device()))
         if isinstance(self.quant, allnorm.NvFp4):
@@ -315,9 +315,9 @@ class Case:
     def norm_arguments(
         self, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None
     ) -> dict[str, Any]:
-        """Returns arguments that the methods and the reference share.
+        """Returns the arguments that the methods and the reference share.
 
-        Given tensors take the place of the case's; the given weight is that of both norms.
+        Given tensors replace those of the case; the given weight is that of both norms.
         """
         if weight is None:
             residual, second = self.residual_tensor(), self.weight()
@@ -344,7 +344,7 @@ class Case:
     ) -> dict[str, Any]:
         """Returns the arguments after `x` of the method that makes this call.
 
-        Of given tensors a sharded call takes its rows as they lie.
+        A sharded call takes its rows of given tensors in place.
         """
         if self.op == "all_reduce":
             return {"algorithm": self.algorithm}
@@ -374,11 +374,11 @@ class Case:
 
     @property
     def has_norm(self) -> bool:
-        """Whether the call ends with a norm, or with the residual."""
+        """Whether the call has a norm."""
         return self.op in ("norm", "local")
 
     def run(self, comm: allnorm.Communicator, **more: Any) -> Any:
-        """Makes the call: (normed, residual), a QuantizedNorm, or a tensor."""
+        """Makes the call; returns (normed, residual), a QuantizedNorm, or a tensor."""
         arguments = {**self.call_arguments(comm), **more}
         return self.method(comm)(self.x_of(comm), **arguments)
 
@@ -390,14 +390,14 @@ class Case:
         weight: torch.Tensor,
         **out: Any,
     ) -> Results:
-        """Makes the call on other tensors than the case's; returns before CUDA has run it.
+        """Makes the call on tensors other than the case's; returns before CUDA has run it.
 
         Args:
             comm: the communicator.
             x: this rank's partial sum, [num_tokens, hidden_size].
-            residual: all rows, of which a sharded call takes this rank's.
-            weight: of both norms.
-            out: memory for results, under the names of the method.
+            residual: all rows of the residual; a sharded call takes this rank's.
+            weight: weight of both norms.
+            out: preallocated results, by the argument names of the method.
         """
         given: Any = x if self.experts is None else _as_experts(x)
         if self.op == "all_gather_rows":
@@ -415,7 +415,7 @@ class Case:
     ) -> Results:
         """Makes the call as `run_on` does, and gathers the rows of a sharded residual.
 
-        With `in_place` results overwrite `x` and `residual`, as far as they can.
+        With `in_place`, results overwrite `x` and `residual` where possible.
         """
         out: dict[str, torch.Tensor | None] = {}
         if in_place and self.quant is None and self.second_norm and self.experts is None:
@@ -431,7 +431,7 @@ class Case:
     # ---- what it must return ----
 
     def expected(self, world_size: int, islands: Any = None) -> Any:
-        """Returns what the reference says of the call, with all rows of the residual."""
+        """Returns the reference's results of the call, with all rows of the residual."""
         xs = self.xs(world_size)
         if self.op == "all_reduce":
             return reference.all_reduce(xs, islands=islands)
@@ -450,9 +450,9 @@ class Case:
     def expected_of(
         self, reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> Results:
-        """Returns what the reference says of the call on other tensors than the case's.
+        """Returns the reference's results of the call on tensors other than the case's.
 
-        `reduced` is the sum over the ranks. Normed rows are always among the results.
+        `reduced` is the sum over the ranks. Normed rows are always included.
         """
         if self.op == "all_reduce":
             return {"reduced": reduced}
@@ -464,10 +464,10 @@ class Case:
         )
 
     def result_key(self) -> tuple[Any, ...]:
-        """Returns a key: cases with the same key return the same results for the same rows."""
+        """Returns a key that is equal for cases with equal results for equal rows."""
         if self.op == "all_reduce":
             return (self.op,)
-        # Scales in another layout are the same numbers.
+        # The layout does not change the numbers of the scales.
         quant: Any = self.quant
         if isinstance(quant, allnorm.Fp8PerGroup) and quant.scale_layout != SWIZZLED:
             quant = ("per_group", quant.group_size, quant.scale_format)
@@ -476,7 +476,7 @@ class Case:
         return (*options, quant, self.post_norm, self.scale, self.second_norm)
 
     def named(self, result: Any) -> Results:
-        """Returns results by name: scales by rows, and not those that are given."""
+        """Returns the results by name: scales by rows, and only computed ones."""
         if self.op != "norm":
             return {"reduced" if self.op == "all_reduce" else "rows": result}
         if self.quant is None:
@@ -492,7 +492,7 @@ class Case:
         return {name: part for name, part in found.items() if part is not None}
 
     def _scale_by_rows(self, result: allnorm.QuantizedNorm) -> torch.Tensor:
-        """The scales, one row of them after the other; of tiles with those that no group has."""
+        """Returns the scales by rows; of tiles with the padding of each row."""
         num_tokens = rows_of(result.quantized.shape)
         assert self.quant is not None
         geometry = scale_geometry(self.quant, num_tokens, self.hidden_size)
@@ -504,7 +504,7 @@ class Case:
         """Makes the call and compares all results with the reference.
 
         Raises:
-            AssertionError: a result has other bits.
+            AssertionError: a result differs from the reference.
         """
         results = self.run(comm)
         self.compare(comm, *(results if self.has_norm else (results,)))
@@ -514,7 +514,7 @@ class Case:
         """Compares the results of this rank with the reference.
 
         Raises:
-            AssertionError: one of them has other bits.
+            AssertionError: a result differs from the reference.
         """
         wrong = self.wrong(comm, results)
         if wrong:
@@ -523,7 +523,7 @@ class Case:
     def wrong(
         self, comm: allnorm.Communicator, results: Sequence[torch.Tensor | None]
     ) -> list[str]:
-        """Returns what is wrong with the results of this rank, in words."""
+        """Describes what is wrong with the results of this rank."""
         expected = self.expected(comm.world_size, comm.islands)
         listed: tuple[str, ...] = ("normed", "residual_out")
         if not self.has_norm:
@@ -548,7 +548,7 @@ class Case:
         return found
 
     def agreed(self, results: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Returns those of the results that every rank holds the same."""
+        """Returns the results that must be equal on every rank."""
         kept = list(results)
         if self.sharded and self.has_norm:
             del kept[1 if self.quant is None else 2]
@@ -556,7 +556,7 @@ class Case:
 
 
 def with_padding(scale: torch.Tensor, quant: Quant | None) -> torch.Tensor:
-    """Returns scales, with those of padding rows where the layout has them."""
+    """Returns scales with their padding rows, if the layout has them."""
     if getattr(quant, "scale_layout", "") != "column_major_tma" or not scale.numel():
         return scale
     rows, words = scale.stride(1), scale.shape[1]
@@ -581,7 +581,7 @@ def _of_word(word: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 
 def _as_experts(x: torch.Tensor) -> allnorm.ExpertSum:
-    """Choices whose sum is `x` again, bit for bit, of numbers that can be halved."""
+    """Returns choices with the sum `x`, bit for bit, if its numbers can be halved exactly."""
     token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     index = torch.stack((token, torch.full_like(token, -1), token), dim=1)
     weights = torch.full(index.shape, 0.5, device=x.device)

@@ -1,4 +1,4 @@
-"""What must hold of every kind of call, bit for bit."""
+"""Checks that every kind of call is bit-exact."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from allnorm.verify.corners import CORNERS
 
 HIDDEN_SIZES = (2880, 2944, 5760, 120, 4096, 7168, 8192, 16384, 1001)
 TOKENS = (0, 1, 2, 3, 16, 17, 64, 129, 257, 1024)
-_SAMPLE_ELEMS_CPU = 1 << 20  # largest shape of a random sample there: the reference is slow
+_SAMPLE_ELEMS_CPU = 1 << 20  # largest shape of a random sample on CPU: the reference is slow
 _GRAPH_ROUNDS = 6
 
 Normed = tuple[torch.Tensor, torch.Tensor]
 
 
-def product(context: Context, recorder: Recorder) -> None:
-    """Dtypes, shapes, rounding modes and algorithms against the reference: all or a sample."""
+def combinations(context: Context, recorder: Recorder) -> None:
+    """Checks dtypes, shapes, rounding modes and algorithms with the reference: all or a sample."""
     shapes = _shapes(context)
     began, checked = time.monotonic(), 0
     for dtype, hidden_size, num_tokens in shapes:
@@ -46,7 +46,7 @@ def product(context: Context, recorder: Recorder) -> None:
 
 
 def _shapes(context: Context) -> list[tuple[str, int, int]]:
-    """(dtype, hidden_size, num_tokens) in random order; the first ones reach every value once."""
+    """Returns (dtype, hidden_size, num_tokens) in random order; the first ones cover each value."""
     limit = None if context.job.full or context.job.device == "cuda" else _SAMPLE_ELEMS_CPU
     dtypes, hidden_sizes, tokens = list(DTYPES), list(HIDDEN_SIZES), list(TOKENS)
     for values in (dtypes, hidden_sizes, tokens):
@@ -85,7 +85,7 @@ def _one_shape(
 
 
 def batch_invariance(context: Context, recorder: Recorder) -> None:
-    """A row's bits do not depend on the batch it is in."""
+    """Checks that the bits of a row do not depend on its batch."""
     for dtype, hidden_size in itertools.product(DTYPES.values(), (2880, 4096)):
         batch = context.batch(67, hidden_size, dtype)
         whole = _reference(context, batch)
@@ -97,7 +97,7 @@ def batch_invariance(context: Context, recorder: Recorder) -> None:
 
 
 def two_communicators(context: Context, recorder: Recorder) -> None:
-    """Calls on two communicators in turn, of other shapes and algorithms."""
+    """Checks calls on two communicators in turn, with different shapes and algorithms."""
     islands = context.comm.islands
     with allnorm.Communicator(
         device=context.comm.device, numerics="vllm", islands=islands
@@ -128,10 +128,10 @@ def _by_each_algorithm(
     digest: bool = True,
     whole_rows: int | None = None,
 ) -> None:
-    """Compares the fused norm of a batch, by each algorithm that can run it.
+    """Checks the fused norm of a batch with each algorithm that can run it.
 
-    `expected` is by default the reference of the batch. With `whole_rows` the algorithms are those
-    that can run a batch of so many rows, of which this one is a part.
+    `expected` is by default the reference of the batch. With `whole_rows`, the algorithms are those
+    that can run a batch of that many rows, of which this one is a part.
     """
     num_tokens, hidden_size = batch.residual.shape
     dtype = batch.residual.dtype
@@ -154,7 +154,7 @@ def _reference(context: Context, batch: Batch, numerics: str = "rounded") -> Nor
 
 
 def corners(name: str, context: Context, recorder: Recorder) -> None:
-    """The calls of the table that belong to a check, on the islands of this run."""
+    """Checks the corner cases that belong to a check, on the islands of this run."""
     for corner in CORNERS.values():
         tested = corner.cpu if context.job.device == "cpu" else corner.gpu
         if corner.check != name or corner.policy or not tested:
@@ -184,7 +184,7 @@ def _compare(
     expected: Results,
     digest: bool = True,
 ) -> None:
-    """Compares results by name, scales with the padding rows behind them."""
+    """Compares results by name, and scales with their padding rows."""
     parts, wanted = (
         [with_padding(part, spec) if name == "scale" else part for name, part in results.items()]
         for results in (got, {name: expected[name] for name in got})
@@ -193,7 +193,7 @@ def _compare(
 
 
 def graph_replay(context: Context, recorder: Recorder) -> None:
-    """CUDA graphs replayed with new inputs, in random order, with eager calls between."""
+    """Checks CUDA graphs replayed with new inputs, in random order, with eager calls in between."""
     shapes = [(1, 4096), (16, 2880), (130, 8192)]
     recorder.note = "not unfused: gloo" if context.job.shared_gpus else ""
     graphs = [_capture(context, *shape) for shape in shapes]
@@ -216,11 +216,11 @@ def graph_replay(context: Context, recorder: Recorder) -> None:
 def _capture(
     context: Context, num_tokens: int, hidden_size: int
 ) -> tuple[torch.cuda.CUDAGraph, Batch, dict[str, Normed]]:
-    """A graph of one call by each algorithm, its inputs, and its results by algorithm."""
+    """Returns a graph of one call with each algorithm, its inputs, and its results by algorithm."""
     static = context.batch(num_tokens, hidden_size, torch.bfloat16)
     algorithms = context.algorithms(num_tokens, hidden_size, torch.bfloat16)
     if context.job.shared_gpus:
-        algorithms.remove("unfused")  # gloo copies to the host, which no graph can capture
+        algorithms.remove("unfused")  # gloo copies to the host, which cannot be captured
     for algorithm in algorithms:
         context.run(static, algorithm=algorithm)
     with capture() as graph:
@@ -229,7 +229,7 @@ def _capture(
 
 
 def quantized_graph_replay(context: Context, recorder: Recorder) -> None:
-    """A graph of all other kinds of calls, replayed with new inputs and a new static scale."""
+    """Checks a graph of all other kinds of calls, with new inputs and a new static scale."""
     comm = context.comm
     static = context.batch(35, 2944, torch.bfloat16)
     cases = [Case((35, 2944), **change) for change in CHANGES]
@@ -264,7 +264,7 @@ _OF_THE_TABLE = (
     *("quantization", "quantized special values", "sharded residual", "post norms and experts"),
 )
 CHECKS: dict[str, Check] = {
-    "every combination": product,
+    "every combination": combinations,
     "batch invariance": batch_invariance,
     **{name: functools.partial(corners, name) for name in _OF_THE_TABLE},
     "two communicators": two_communicators,

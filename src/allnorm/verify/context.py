@@ -1,4 +1,4 @@
-"""What every check is given, and what it records."""
+"""The input of every check, and the record of its results."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from allnorm.testing import (
 from allnorm.testing.bits import as_integers
 from allnorm.verify.calls import EPS
 
-_MAX_FAILURES = 5  # described per check
+_MAX_FAILURES = 5  # maximum descriptions per check
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to check; the same on every rank."""
+    """The settings of a run, equal on every rank."""
 
     device: str  # "cuda" or "cpu"
-    seed: int  # of the sample, its order and all inputs
+    seed: int  # seed of the sample, its order and all inputs
     full: bool  # every combination instead of a random sample
-    seconds: float  # how long the sample of the combinations may take
-    stress: int  # calls of the ordering soak; 0 for none
-    shapes: tuple[tuple[int, int], ...] = ()  # (num_tokens, hidden_size): only these calls
-    repeat: int = 0  # how often each of `shapes` runs
-    only: tuple[str, ...] = ()  # only checks whose names hold one of these words; empty: all
-    shared_gpus: bool = False  # several ranks are on one GPU, where gloo stands for NCCL
-    threads: float = 0.0  # seconds of the soak of several threads; 0 for none
-    island_size: int = 0  # ranks of each island, one after the other; 0: islands are found
+    seconds: float  # time limit of the sample of combinations
+    stress: int  # number of calls of the ordering soak; 0: none
+    shapes: tuple[tuple[int, int], ...] = ()  # (num_tokens, hidden_size): run only these calls
+    repeat: int = 0  # number of calls of each of `shapes`
+    only: tuple[str, ...] = ()  # run only checks with one of these words in the name; empty: all
+    shared_gpus: bool = False  # several ranks share a GPU, with gloo instead of NCCL
+    threads: float = 0.0  # seconds of the soak of several threads; 0: none
+    island_size: int = 0  # consecutive ranks per island; 0: islands are detected
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a check works with."""
+    """The communicator and the settings of a check."""
 
     comm: allnorm.Communicator
     job: Job
@@ -52,21 +52,21 @@ class Context:
 
     @property
     def exchanges_over_gloo(self) -> bool:
-        """Whether islands exchange through the host, which no graph can capture."""
+        """Whether islands exchange through the host, which cannot be captured."""
         return self.job.shared_gpus and len(self.comm.islands) > 1
 
     def batch(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Batch:
-        """New inputs of that shape."""
+        """Returns new inputs of a shape."""
         seed = self.rng.randrange(1 << 31)
         comm = self.comm
         return make_batch(num_tokens, hidden_size, dtype, comm.device, comm.world_size, seed)
 
     def reduce(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The reference's sum of all ranks' rows."""
+        """Returns the reference's sum of all ranks' rows."""
         return reference.all_reduce(xs, islands=self.comm.islands)
 
     def algorithms(self, *shape: Any) -> list[str]:
-        """The algorithms that can run that shape, given as the first arguments of `comm.plan`."""
+        """Returns the algorithms that can run a shape, the first arguments of `comm.plan`."""
         return [algorithm for algorithm in REQUESTS if self._can_run(algorithm, *shape)]
 
     def _can_run(self, algorithm: str, *shape: Any) -> bool:
@@ -74,11 +74,11 @@ class Context:
             plan = self.comm.plan(*shape, algorithm=algorithm)
         except allnorm.UnsupportedError:
             return False
-        # One rank computes the same whatever is asked for.
+        # One rank computes the same with every algorithm.
         return algorithm in ("auto", plan.algorithm)
 
     def run(self, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fused call on this rank's part of a batch."""
+        """Makes the fused call on this rank's part of a batch."""
         x = batch.xs[self.comm.rank]
         return self.comm.all_reduce_add_rms_norm(x, batch.residual, batch.weight, EPS, **options)
 
@@ -87,13 +87,13 @@ class Context:
 class Recorder:
     """The cases of one check. Every rank records the same cases in the same order."""
 
-    name: str  # of the check
-    cases: int = 0  # how many were compared so far
+    name: str  # name of the check
+    cases: int = 0  # number of cases so far
     # The number of each case that failed on this rank, and what was wrong.
     failures: list[tuple[int, str]] = field(default_factory=list)
-    # The number of a case, and a digest of one of this rank's results.
+    # The number of a case, and the digest of one of this rank's results.
     digests: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    note: str = ""  # shown beside the result
+    note: str = ""  # shown next to the result
     figures: dict[str, Any] = field(default_factory=dict)  # further fields of the JSON row
     _began: float = field(default_factory=time.monotonic)
 
@@ -107,8 +107,8 @@ class Recorder:
     ) -> None:
         """Counts a case; it fails unless every tensor has the expected bits.
 
-        With `digest` the ranks' results are compared with each other too; not where they hold NaN,
-        whose payload is free.
+        With `digest`, the ranks' results are compared with each other too. Do not use it for
+        results with NaN, because payloads may differ.
         """
         wrong = [
             f"{name}: {difference}"
@@ -120,13 +120,13 @@ class Recorder:
             self.digests += [(self.cases - 1, _digest(value)) for value in got]
 
     def count(self, failure: str) -> None:
-        """Counts a case, which failed unless `failure` is empty."""
+        """Counts a case; it failed if `failure` is not empty."""
         if failure:
             self.failures.append((self.cases, failure))
         self.cases += 1
 
     def finish(self) -> dict[str, Any]:
-        """What all ranks found together, the same on every rank. Collective."""
+        """Returns what all ranks found together, equal on every rank. Collective."""
         values = torch.stack([d for _, d in self.digests]).tolist() if self.digests else []
         found: dict[int, str] = {}
         for rank, failures in enumerate(gather(self.failures)):
@@ -152,7 +152,7 @@ Check = Callable[[Context, Recorder], None]
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes if bits change or swap places, most likely. Asynchronous."""
+    """Returns a hash of bits and positions. Asynchronous."""
     flat = as_integers(tensor).flatten().to(torch.int64)
     position = torch.arange(1, flat.numel() + 1, device=flat.device)
     return (flat * (position * 0x9E3779B1 + 1)).sum()

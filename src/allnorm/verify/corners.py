@@ -1,7 +1,7 @@
-"""A table of named corner cases: calls with something special about them, which random ones miss.
+"""A table of named corner cases: special calls that random ones would miss.
 
-The tests run each corner over the world sizes that its row names, `allnorm verify` on the ranks
-that it has. A defect that only a certain call shows gets a row here.
+Tests run each corner with the world sizes of its row, `allnorm verify` with its own ranks. A defect
+that only a certain call shows gets a row here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Corner:
     """Calls that are special in the same way.
 
     Attributes:
-        check: the check of `allnorm verify` that makes them.
+        check: check of `allnorm verify` that makes them.
         cases: the calls.
-        cpu: numbers of CPU ranks that tests run them on.
-        gpu: numbers of GPUs.
-        islands: of the communicator; None: one island.
-        workspace_bytes: of the communicator; None: the default.
+        cpu: numbers of CPU ranks in tests.
+        gpu: numbers of GPUs in tests.
+        islands: islands of the communicator; None: one island.
+        workspace_bytes: workspace of the communicator; None: the default.
         pieces: whether calls must take more than one launch.
-        policy: limits of `allnorm.policy` that are set for the calls.
+        policy: constants of `allnorm.policy` to set for the calls.
     """
 
     check: str
@@ -50,7 +50,7 @@ class Corner:
 
 
 def every(**axes: Any) -> Cases:
-    """Returns a case for each combination of the values of fields; only lists have several."""
+    """Returns a case for each combination of field values; only lists are alternatives."""
     lists = [values if isinstance(values, list) else [values] for values in axes.values()]
     return tuple(
         Case(**dict(zip(axes, chosen, strict=True))) for chosen in itertools.product(*lists)
@@ -58,7 +58,7 @@ def every(**axes: Any) -> Cases:
 
 
 def varied(cases: Sequence[Case], **decks: Sequence[Any]) -> Cases:
-    """Returns the cases with further fields that are drawn: always the same, whatever the rank."""
+    """Returns the cases with further fields drawn at random, equal on every rank."""
     draw = random.Random(len(cases))
     return tuple(
         case.but(**{name: draw.choice(values) for name, values in decks.items()}, call=index)
@@ -67,18 +67,18 @@ def varied(cases: Sequence[Case], **decks: Sequence[Any]) -> Cases:
 
 
 def with_rows(tokens: Sequence[int], cases: Sequence[Case]) -> Cases:
-    """Returns the cases with other numbers of rows, in turn."""
+    """Returns the cases with these numbers of rows, in turn."""
     turns = itertools.cycle(tokens)
     return tuple(case.but(shape=(next(turns), case.hidden_size)) for case in cases)
 
 
 def possible(cases: Sequence[Case]) -> Cases:
-    """Returns the cases without what excludes each other."""
+    """Returns the cases without conflicting options."""
     return tuple(case.possible() for case in cases)
 
 
 def each(cases: Sequence[Case], variants: Sequence[dict[str, Any]]) -> Cases:
-    """Returns each case with each of the variants, which are further fields."""
+    """Returns each case with each of the variants, which set further fields."""
     return tuple(case.but(**variant) for case in cases for variant in variants)
 
 
@@ -135,36 +135,36 @@ IN_PLACE = Memory(out="x", residual_out="residual")
 PAIRS = _blocks(2, 4)
 
 
-# ---- what experts return, as serving brings it ---------------------------------------------------
+# ---- ExpertSums as they occur in serving ---------------------------------------------------------
 
 
 def _index(case: Case, *rows: Sequence[int]) -> torch.Tensor:
-    """An index of the same choices for every token, or in turn."""
+    """Returns an index with the same choices for every token, or with `rows` in turn."""
     chosen = [rows[token % len(rows)] for token in range(case.num_tokens)]
     return torch.tensor(chosen, dtype=torch.int32, device=device())
 
 
 def unused_nan(case: Case, rank: int) -> allnorm.ExpertSum:
-    """A NaN in a row that no token takes."""
+    """Returns rows with a NaN in one that no token uses."""
     rows = case.rows(rank, 5).clone()
     rows[3] = torch.nan
     return allnorm.ExpertSum(rows, None, _index(case, (0, 4, 2, -1)))
 
 
 def no_rows(case: Case, rank: int) -> allnorm.ExpertSum:
-    """A rank without rows."""
+    """Returns no rows on rank 0."""
     index = _index(case, (-1, 3) if rank else (-1, -1))
     return allnorm.ExpertSum(case.rows(rank, 4 if rank else 0), None, index)
 
 
 def other_top_k(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Each rank has a different number of choices."""
+    """Returns a different number of choices on each rank."""
     index = torch.arange(case.num_tokens * (rank + 1), dtype=torch.int32, device=device()) % 7
     return allnorm.ExpertSum(case.rows(rank, 7), None, index.view(case.num_tokens, rank + 1))
 
 
 def odd_memory(case: Case, rank: int) -> allnorm.ExpertSum:
-    """No tensor lies as if it had been made for the call."""
+    """Returns strided and unaligned tensors."""
     tokens = case.num_tokens
     rows = Layout(offset=1).place(case.rows(rank, 3 * tokens))
     index = torch.zeros(tokens, 5, dtype=torch.int32, device=device())[:, 1:4]
@@ -175,7 +175,7 @@ def odd_memory(case: Case, rank: int) -> allnorm.ExpertSum:
 
 
 def negated(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Weights that stand for the negative of their memory, in rows that lie apart."""
+    """Returns weights that are negated views, with strided rows."""
     wide = torch.rand(case.num_tokens, 5, generator=torch.Generator().manual_seed(rank))
     index = torch.arange(2 * case.num_tokens, dtype=torch.int32, device=device()).view(-1, 2)
     weights = torch._neg_view(wide.to(device())[:, 1:3])
@@ -183,20 +183,20 @@ def negated(case: Case, rank: int) -> allnorm.ExpertSum:
 
 
 def repeated(case: Case, rank: int) -> allnorm.ExpertSum:
-    """One index for all tokens, and rows of stride 0."""
+    """Returns one index for all tokens, and rows of stride 0."""
     index = _index(case, (2, 2, 0))[:1].expand(case.num_tokens, 3)
     return allnorm.ExpertSum(case.rows(rank, 1).expand(3, case.hidden_size), None, index)
 
 
 def padding(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Tokens without experts, whose weights are NaN."""
+    """Returns NaN as weights of tokens without experts."""
     weights = torch.full((case.num_tokens, 2), torch.nan, device=device())
     weights[::2] = 0.5
     return allnorm.ExpertSum(case.rows(rank, 2), weights, _index(case, (0, 1), (-1, -1)))
 
 
 def no_such_row(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Indices beyond the rows, of one rank: NaN in these tokens."""
+    """Returns invalid indices on one rank, whose tokens become NaN."""
     index = _index(case, (0, 1))
     if rank == 1:
         index[1, 0], index[2, 1], index[4, 1] = 2, -2, 2**31 - 1
@@ -212,7 +212,7 @@ INCIDENTS: list[Any] = [
 
 
 def _over_islands(tokens: Sequence[int], hidden_sizes: Sequence[int]) -> Cases:
-    """Returns calls by both algorithms, with both kinds of residual; everything else is drawn."""
+    """Returns calls by both algorithms, with both kinds of residual; other fields are drawn."""
     axes = {"sharded": BOTH, "algorithm": list(BETWEEN_ISLANDS), "dtype": DTYPE_LIST}
     return possible(
         varied(
@@ -280,7 +280,7 @@ CORNERS: dict[str, Corner] = {
                      quant=[None, TMA, GIVEN, *TILES], algorithm=["one_shot", "two_shot", "auto"]),
                numerics=MODES)
         + every(shape=(2048, 4096), dtype=DTYPE_LIST, sharded=True, quant=[None, PACKED, GIVEN, NV])
-        + every(shape=(129, 20480), dtype=DTYPE_LIST),  # wider than a fused kernel takes
+        + every(shape=(129, 20480), dtype=DTYPE_LIST),  # too wide for a fused kernel
         (), (2, 3, 8)),
     "leading dimensions": Corner(
         "options",
@@ -305,7 +305,7 @@ CORNERS: dict[str, Corner] = {
         (2, 3), (1, 2, 3, 8)),
     "every word of a transport in every position is ordinary data": Corner(
         "sentinel patterns",
-        # 24 words x 5 positions = 120 packs a cycle; 16 rows of 64 packs hold all of them
+        # 24 words x 5 positions = 120 packs per cycle; 16 rows of 64 packs hold all of them
         tuple(case for dtype in DTYPE_LIST for case in every(
             op=["norm", "all_reduce"], shape=(16, 64 * 16 // dtype.itemsize), dtype=dtype,
             kind=["sentinels", "finite_sentinels"], algorithm=AUTO, call=[0, 1, 2])),
@@ -329,7 +329,7 @@ CORNERS: dict[str, Corner] = {
         (1, 2, 3), (1, 2, 3, 8)),
     "in place in rows that lie apart, of several dimensions": Corner(
         "in place",
-        # thrice: repeated calls are made by other code
+        # three times, because repeated calls take a different path
         every(shape=(2, 3, 72), algorithm=AUTO, op=["norm", "all_reduce"], memory=[
             Memory(one, one, out="x", residual_out="residual")
             for one in (Layout(8), Layout(reverse=True))]) * 3,

@@ -1,4 +1,4 @@
-"""A quick look: is a call right here, and what does it cost?"""
+"""A quick check: whether a call is right, and how long it takes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
     """Creates a communicator, checks a call and times three. Collective.
 
     Returns:
-        The same on every rank: `create_s`, `error` ("" if the call was right), `old_code` (the GPU
-        has clusters of blocks, the kernels loaded there do not know them), `islands` (the ranks
-        of each), `plans` (shape,
-        algorithm, reason, source, launches), and the medians `fused_us` (1x4096), `flag_us` (the
-        smallest all_reduce) and `large_us` (an all_reduce of BANDWIDTH_BYTES).
+        A dict, equal on every rank: `create_s`, `error` ("" if the call was right), `old_code` (the
+        GPU has clusters of blocks, but the loaded kernels do not support them), `islands` (the
+        ranks of each), `plans` (shape, algorithm, reason, source, launches), and the medians
+        `fused_us` (1x4096), `flag_us` (the smallest all_reduce) and `large_us` (an all_reduce of
+        BANDWIDTH_BYTES).
     """
     report({"text": "creating a communicator", "done": 0, "total": 4})
     start_together()
@@ -75,7 +75,7 @@ def _time(call: Any, device_type: str, num_tokens: int) -> Timing:
 
 
 def _check(comm: allnorm.Communicator) -> str:
-    """One call against the reference; "" if its bits are right."""
+    """Compares one call with the reference; returns "" if they are bit-identical."""
     batch = make_batch(3, 4096, _DTYPE, comm.device, comm.world_size, seed=1)
     got = comm.all_reduce_add_rms_norm(batch.xs[comm.rank], batch.residual, batch.weight, _EPS)
     expected = reference.all_reduce_add_rms_norm(
@@ -86,9 +86,9 @@ def _check(comm: allnorm.Communicator) -> str:
 
 
 def has_old_code(comm: allnorm.Communicator) -> bool:
-    """Whether kernels compiled for an older GPU run on one with clusters of blocks.
+    """Returns whether kernels compiled for an older GPU run on one with clusters of blocks.
 
-    The driver translates them, but they launch without clusters, which bounds the width of a row.
+    The driver translates them, but they launch without clusters, which limits the width of a row.
     """
     if comm.device.type != "cuda" or torch.cuda.get_device_capability(comm.device) < (9, 0):
         return False

@@ -1,4 +1,4 @@
-"""Faults that one rank commits, and what the others see of them, after how long.
+"""Faults of one rank, and what its peers notice of them, after how long.
 
 `run` starts ranks and provokes each fault in them; `provoke` is what runs there.
 """
@@ -35,17 +35,17 @@ from allnorm.testing import (
 )
 from allnorm.verify.case import Case, Results
 
-SLACK_SECONDS = 1.0  # a fault must be known so long after the timeout, a death within this alone
+SLACK_SECONDS = 1.0  # time to notice a fault after the timeout, or an exit without a timeout
 _RUN_SECONDS = 120.0
 _SHARED_MEMORY = Path("/dev/shm")
 _WORKSPACE_BYTES = 4 << 20
-# Inputs of repeated calls, in turn: what one leaves in memory is not what the next must give.
+# Repeated calls alternate between these inputs, so that stale memory does not look like a result.
 _IN_TURN = (0, 1)
 _GOOD_CALLS = 3
-_LATE_SECONDS = 5.0  # beyond the timeout: then a fault counts as unnoticed
+_LATE_SECONDS = 5.0  # after the timeout; then a fault counts as unnoticed
 _POLL_SECONDS = 1e-3
-_KILL_AFTER_SECONDS = 0.2  # of calls, for a rank that dies among them
-# Communicators of a rank that is absent: closing them would tell its peers that it does not come.
+_KILL_AFTER_SECONDS = 0.2  # how long a rank makes calls before it is killed
+# Communicators of an absent rank: closing them would tell its peers that it does not come.
 _kept: list[allnorm.Communicator] = []
 
 
@@ -62,24 +62,24 @@ CALLS_BETWEEN_ISLANDS = {
     "sharded": replace(_ONE_SHOT, algorithm="hierarchical", sharded=True),
     "quantized": replace(ALGORITHMS["quantized"], algorithm="hierarchical"),
 }
-# What a rank changes in its call, so that it is not the one that its peers make.
+# What a rank changes in its call, so that it diverges from its peers.
 DIVERGENCES: dict[str, dict[str, Any]] = {
-    "another num_tokens": {"shape": (23, 1024)},
-    "another hidden_size": {"shape": (24, 2048)},
-    "another dtype": {"dtype": torch.float16},
-    "another op: all_reduce": {"op": "all_reduce", "sharded": False, "quant": None},
-    "another op: all_gather_rows": {"op": "all_gather_rows", "quant": None, "algorithm": "auto"},
-    "another algorithm": {},
+    "different num_tokens": {"shape": (23, 1024)},
+    "different hidden_size": {"shape": (24, 2048)},
+    "different dtype": {"dtype": torch.float16},
+    "different op: all_reduce": {"op": "all_reduce", "sharded": False, "quant": None},
+    "different op: all_gather_rows": {"op": "all_gather_rows", "quant": None, "algorithm": "auto"},
+    "different algorithm": {},
     "sharded, others not": {"sharded": True},
-    "another rounding mode": {"numerics": "vllm"},
+    "different rounding mode": {"numerics": "vllm"},
     "no residual": {"residual": False},
     "quantized per token": {"quant": allnorm.Fp8PerToken()},
     "groups of 64": {"quant": allnorm.Fp8PerGroup(64)},
-    "another scale_format": {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")},
+    "different scale_format": {"quant": allnorm.Fp8PerGroup(128, scale_format="ue8m0")},
     "not quantized": {"quant": None},
-    "another eps": {"eps": 1e-5},
-    "another weight_bias": {"weight_bias": 1.0},
-    "another weight dtype": {"float32_weight": True},
+    "different eps": {"eps": 1e-5},
+    "different weight_bias": {"weight_bias": 1.0},
+    "different weight dtype": {"float32_weight": True},
 }
 DEATHS = ("killed", "killed among its calls", "exits")
 _ELSEWHERE = "calls on another communicator"
@@ -89,7 +89,7 @@ _OTHER_ALGORITHM = {
     "two_shot": "one_shot",
     "hierarchical": "unfused",
 }
-_QUANTIZED_ONLY = ("groups of 64", "another scale_format", "not quantized")
+_QUANTIZED_ONLY = ("groups of 64", "different scale_format", "not quantized")
 
 
 Row = dict[str, Any]
@@ -112,12 +112,12 @@ def run(
 ) -> list[Row]:
     """Provokes every fault with every algorithm it applies to; the last rank fails.
 
-    Only faults whose names hold one of `words` run, if there are any; `on_message` takes a rank and
-    its progress: `text`, `done` and `total`. Ranks are in islands of `island_size`, if given.
+    Only faults with one of `words` in their names run, if there are any. `on_message` takes a rank
+    and its progress: `text`, `done` and `total`. Ranks form islands of `island_size`, if given.
 
     Returns:
-        A row for each: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw` (in words),
-        `problems` (what did not hold), and `ranks`, what each of them saw.
+        A row per fault and algorithm: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw`
+        (as text), `problems` (violations of the contract), and `ranks` (what each of them saw).
     """
     names = [*DIVERGENCES, *ABSENCES, *DEATHS]
     calls = CALLS_BETWEEN_ISLANDS if island_size else ALGORITHMS
@@ -161,12 +161,12 @@ def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float, islan
 
 
 def _left_by(pids: Iterable[int]) -> list[str]:
-    """Names of shared memory that these processes made and that are still there."""
+    """Returns the names of shared memory that these processes have left behind."""
     return sorted(path.name for pid in pids for path in _SHARED_MEMORY.glob(f"allnorm-{pid}-*"))
 
 
 def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) -> list[str]:
-    """What each rank should have seen and did not."""
+    """Describes what each rank should have seen and did not."""
     expected = expected_errors(fault)
     problems = []
     for rank, one in enumerate(seen):
@@ -193,11 +193,11 @@ def _saw(one: Row) -> str:
 
 
 def applies(fault: str, call: Case) -> bool:
-    """Whether a rank can commit it while its peers make that call."""
+    """Returns whether a rank can commit a fault while its peers make this call."""
     if fault not in DIVERGENCES:
-        # A rank that dies costs the start of new ones: once for each way that rows travel.
+        # A death requires new ranks, so it is provoked once per way that rows travel.
         return call.quant is None
-    if fault == "another algorithm":
+    if fault == "different algorithm":
         return not call.sharded
     if fault in _QUANTIZED_ONLY:
         return call.quant is not None
@@ -205,15 +205,15 @@ def applies(fault: str, call: Case) -> bool:
 
 
 def goes_on(fault: str, call: Case) -> bool:
-    """Whether the communicator does: ranks told each other what they were about to do."""
+    """Returns whether the communicator stays usable, because ranks compared their calls first."""
     return fault in DIVERGENCES and call.algorithm in BETWEEN_ISLANDS
 
 
 def expected_errors(fault: str) -> tuple[str, ...]:
-    """What the peers of a rank that commits it may raise."""
+    """Returns the errors that the peers of a faulty rank may raise."""
     if fault in DIVERGENCES:
         return ("PeerDivergedError",)
-    if fault == "exits":  # closes its communicator first, which on CPU its peers see by itself
+    if fault == "exits":  # it closes its communicator first, which peers on CPU notice
         return ("PeerLeftError", "PeerDiedError")
     return ("PeerDiedError",) if fault in DEATHS else ("PeerTimeoutError",)
 
@@ -227,12 +227,12 @@ def provoke(
     timeout_s: float,
     island_size: int,
 ) -> dict[str, Any] | None:
-    """Lets the last rank commit a fault. Collective. Reports the id of this process first.
+    """Makes the last rank commit a fault. Collective. Reports the id of this process first.
 
     Returns:
-        What this rank saw, None on the faulty rank where it sees nothing: `error` (its
-        type), `message`, `peer`, `seconds` from the call that failed until it was known, and
-        `problems`: what the failure contract promises and did not hold.
+        What this rank saw, or None on the faulty rank if it sees nothing: `error` (its type),
+        `message`, `peer`, `seconds` from the failed call until the error, and `problems`
+        (violations of the failure contract).
     """
     report(os.getpid())
     culprit = rank == world_size - 1
@@ -246,7 +246,7 @@ def provoke(
     comm = comms[0]
     for number in range(_GOOD_CALLS):
         if not _is_right(comm, call, number):
-            raise AllnormError(f"a call that all ranks made alike gave wrong results: {call}")
+            raise AllnormError(f"a call gave wrong results before the fault: {call}")
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
     dist.barrier()
@@ -254,7 +254,7 @@ def provoke(
         _commit(fault, comms, call)
         return None
     mine = _diverging(call, fault) if culprit and fault in DIVERGENCES else call
-    # A death among calls: those before it succeed.
+    # If a rank dies among calls, the calls before succeed.
     seen = _failing_call(comm, mine, timeout_s, repeat=fault == "killed among its calls")
     if goes_on(fault, call):
         seen["problems"] += [] if _is_right(comm, call, 2) else ["the next call gave wrong results"]
@@ -278,7 +278,7 @@ def _communicator(
 
 
 def _commit(fault: str, comms: list[allnorm.Communicator], call: Case) -> None:
-    """What the faulty rank does instead of its call."""
+    """Commits a fault in place of the call."""
     comm = comms[0]
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -294,13 +294,13 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Case) -> None:
     elif fault == "stopped (SIGSTOP)":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == _ELSEWHERE:
-        # Its own wait there ends likewise; what it sees is not the point.
+        # Its own wait there fails too; what it sees does not matter.
         _failing_call(comms[1], call, comm.timeout.total_seconds(), repeat=False)
     _kept.extend(comms)
 
 
 def _diverging(call: Case, fault: str) -> Case:
-    if fault == "another algorithm":
+    if fault == "different algorithm":
         return replace(call, algorithm=_OTHER_ALGORITHM[call.algorithm])
     if fault == "sharded, others not" and call.algorithm == "one_shot":
         call = replace(call, algorithm="two_shot")
@@ -310,9 +310,9 @@ def _diverging(call: Case, fault: str) -> Case:
 def _failing_call(
     comm: allnorm.Communicator, call: Case, timeout_s: float, repeat: bool
 ) -> dict[str, Any]:
-    """Makes a call that must fail: on CPU it raises, on CUDA check() does once a kernel has.
+    """Makes a call that must fail: on CPU it raises, on CUDA check() does after a kernel failed.
 
-    With `repeat`, makes calls with two kinds of inputs in turn until one fails.
+    With `repeat`, it alternates between two sets of inputs until a call fails.
     """
     numbers = _IN_TURN if repeat else _IN_TURN[:1]
     inputs = [_inputs(comm, call, number) for number in numbers]
@@ -340,7 +340,7 @@ def _failing_call(
         nothing = {"error": "", "message": "", "peer": -1, "expected": "", "seen": ""}
         return {**nothing, "seconds": seconds, "problems": [problem]}
     _synchronize(comm)
-    # On CUDA another call is found beside the data, which may all have arrived by then.
+    # On CUDA a divergence is found apart from the data, all of which may have arrived by then.
     diverged = isinstance(error, PeerDivergedError)
     expected = _expected(comm, call, inputs[number]) if repeat else None
     if diverged and len(comm.islands) > 1:
@@ -362,9 +362,9 @@ def _failing_call(
 
 
 def _not_nan(results: Results, expected: Results | None) -> list[str]:
-    """What a failed call left that is neither NaN nor, where `expected` is given, as expected.
+    """Describes results of a failed call that are neither NaN nor equal to `expected`, if given.
 
-    A rank that dies amid a call on CUDA has sent some of its rows: those are right.
+    A rank that dies during a call on CUDA has sent some of its rows, which are right.
     """
     problems = []
     for name, part in results.items():
@@ -377,7 +377,7 @@ def _not_nan(results: Results, expected: Results | None) -> list[str]:
 
 
 def _aftermath(comm: allnorm.Communicator, call: Case) -> list[str]:
-    """The next call and check() raise, at once."""
+    """Checks that the next call and check() raise at once; returns the problems."""
     problems = []
     tries: dict[str, Callable[[], object]] = {
         "check()": comm.check,
@@ -395,7 +395,7 @@ def _aftermath(comm: allnorm.Communicator, call: Case) -> list[str]:
 
 
 def _fresh(where: torch.device, fault: str, call: Case) -> list[str]:
-    """A new communicator over the healthy ranks gives right results."""
+    """Checks that a new communicator over the healthy ranks works; returns the problems."""
     group = None
     if fault in DEATHS + ABSENCES:
         healthy = list(range(dist.get_world_size() - 1))
@@ -424,7 +424,7 @@ _RESULT_IN = {"out": "normed", "residual_out": "residual_out", "scale_out": "sca
 
 
 def _inputs(comm: allnorm.Communicator, call: Case, number: int) -> _Inputs:
-    """All ranks' partial sums, the whole residual and the weight; others for other numbers."""
+    """Returns all ranks' partial sums, the whole residual and the weight; they vary by number."""
     shape, device = (call.num_tokens, call.hidden_size), comm.device
     weight = shared_input(shape[1:], call.dtype, "weight", device=device)
     return (
@@ -440,7 +440,7 @@ def _call(comm: allnorm.Communicator, call: Case, inputs: _Inputs, **out: Any) -
 
 
 def _expected(comm: allnorm.Communicator, call: Case, inputs: _Inputs) -> Results:
-    """What the call must return on this rank, by the reference."""
+    """Returns the reference's results of the call on this rank."""
     xs, *shared = inputs
     expected = call.expected_of(reference.all_reduce(xs, islands=comm.islands), *shared)
     if call.sharded:
@@ -450,7 +450,7 @@ def _expected(comm: allnorm.Communicator, call: Case, inputs: _Inputs) -> Result
 
 
 def _is_right(comm: allnorm.Communicator, call: Case, number: int) -> bool:
-    """Makes the call; whether all its results are the reference's."""
+    """Makes the call; returns whether all its results match the reference."""
     inputs = _inputs(comm, call, number)
     expected = _expected(comm, call, inputs)
     got = _call(comm, call, inputs)
@@ -458,7 +458,7 @@ def _is_right(comm: allnorm.Communicator, call: Case, number: int) -> bool:
 
 
 def _memory_for(comm: allnorm.Communicator, call: Case) -> Results:
-    """Memory for results of the call that can be NaN; it holds zeros."""
+    """Allocates zeros for those results of the call that can be NaN."""
     if call.op != "norm":
         shape = (call.num_tokens, call.hidden_size)
         return {"out": torch.zeros(shape, dtype=call.dtype, device=comm.device)}

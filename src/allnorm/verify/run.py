@@ -12,7 +12,7 @@ from allnorm.testing.rank import device
 from allnorm.verify import checks, soak, threads
 from allnorm.verify.context import Check, Context, Job, Recorder
 
-_SECONDS = 12 * 3600.0  # that a run may take
+_SECONDS = 12 * 3600.0  # time limit of a run
 
 
 def verify(job: Job, world_size: int, on_message: OnMessage | None = None) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def verify(job: Job, world_size: int, on_message: OnMessage | None = None) -> li
     `on_message` takes a rank and its progress: `text`, `done` and `total`.
 
     Raises:
-        RankError: a rank raised, died or was late.
+        RankError: a rank raised an error, died or timed out.
     """
     found: list[dict[str, Any]] = run_ranks(
         *(run, world_size),
@@ -57,7 +57,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
 
 
 def checks_of(job: Job) -> dict[str, Check]:
-    """The checks of a job by their names, in order."""
+    """Returns the checks of a job by name, in order."""
     if job.shapes:
         return {"repeated shapes": soak.repeat_shapes}
     listed = checks.CHECKS | (checks.GPU_CHECKS if job.device == "cuda" else {})
@@ -68,13 +68,13 @@ def checks_of(job: Job) -> dict[str, Check]:
 
 
 def full_memory_bytes(world_size: int) -> int:
-    """What a rank needs for every combination, estimated: the largest, with its reference.
+    """Estimates the memory of a rank for every combination: the largest, with its reference.
 
-    The reference of a call is computed on each rank from the inputs of all of them, in float32.
+    Each rank computes the reference of a call in float32, from the inputs of all ranks.
     """
     largest = max(checks.HIDDEN_SIZES) * max(checks.TOKENS)
     return 4 * largest * (2 * world_size + 8) + _PROCESS_BYTES
 
 
-# torch, the communicators' workspaces and what the allocator keeps.
+# torch, the workspaces of the communicators, and the cache of the allocator.
 _PROCESS_BYTES = 1 << 30

@@ -1,8 +1,8 @@
-"""The soaks: would a byte of a wrong peer, an older call or a later one ever be seen?
+"""Soaks: long runs that would show data of a wrong peer, of an older call or of a later one.
 
-Calls of every kind come in bursts without host synchronization, eager and from CUDA graphs, on two
-communicators in turn; every rank waits at its own random times. Payloads differ by rank and call,
-and every element of every result is compared with the reference on the device.
+Calls of every kind run in bursts without host synchronization, eagerly and from CUDA graphs, on two
+communicators in turn. Every rank waits at its own random times. Inputs differ by rank and call, and
+every element of every result is compared with the reference on the device.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from allnorm.verify.calls import EPS, TOKENS, Cases, algorithms
 from allnorm.verify.case import Case, Results
 from allnorm.verify.context import Context, Recorder
 
-BURST = 64  # calls between two looks at the results, at least
+BURST = 64  # minimum number of calls between two comparisons
 _BURSTS = (BURST, 96, 128, 256)
 _TIMEOUT = datetime.timedelta(seconds=120)
-_MAX_ELEMS = {"cuda": 1 << 22, "cpu": 1 << 17}  # of a call
-_FIRST_ROWS = {"cuda": 1024, "cpu": 96}  # where a call's rows may begin on a tape
-_NUM_KINDS = {"cuda": 48, "cpu": 24}  # of a section
+_MAX_ELEMS = {"cuda": 1 << 22, "cpu": 1 << 17}  # maximum elements of a call
+_FIRST_ROWS = {"cuda": 1024, "cpu": 96}  # number of rows of a tape at which a call may start
+_NUM_KINDS = {"cuda": 48, "cpu": 24}  # kinds of calls per section
 _GRAPHS, _CALLS_PER_GRAPH = 5, 16
-_GRAPH_MAX_ELEMS = 1 << 20  # of a call in a graph
-_GRAPH_SHARE = 0.04  # of what is issued; each replay counts as its calls
+_GRAPH_MAX_ELEMS = 1 << 20  # maximum elements of a call in a graph
+_GRAPH_SHARE = 0.04  # share of replays; each replay counts as its calls
 _IDLE_SECONDS = {"cuda": 1.5, "cpu": 0.3}
-_IDLE_BEFORE = (0, 20)  # bursts of a section: the first replay of a graph, and a later one
+_IDLE_BEFORE = (0, 20)  # bursts of a section that follow a pause: with a first and a later replay
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """How the two communicators of a section are made."""
+    """The settings of the two communicators of a section."""
 
-    wraps: tuple[int, int]  # the operation number that each crosses
-    early_trigger: tuple[bool, bool]  # of each
-    dependent_launch: tuple[bool, bool]  # of each
-    workspace_bytes: int | None  # of both; small ones cut calls into chunks
+    wraps: tuple[int, int]  # operation number that each crosses
+    early_trigger: tuple[bool, bool]  # setting of each
+    dependent_launch: tuple[bool, bool]  # setting of each
+    workspace_bytes: int | None  # setting of both; small workspaces cut calls into chunks
 
 
 _SECTIONS = (
@@ -61,7 +61,7 @@ _SECTIONS = (
 
 
 def soak(context: Context, recorder: Recorder) -> None:
-    """Runs `job.stress` calls or a few more, in sections of other communicators and kinds."""
+    """Makes `job.stress` calls or a few more, in sections with new communicators and kinds."""
     total, done = context.job.stress, 0
     delays = Delays(context.job.seed, context.comm.rank, context.comm.device)
     figures: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def soak(context: Context, recorder: Recorder) -> None:
 
 
 class _Section:
-    """Two communicators, the kinds of calls that they make, and their rows."""
+    """Two communicators, the kinds of calls that they make, and the rows of these calls."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Section:
         self._tapes: dict[tuple[torch.dtype, int], Tape] = {}
         self._comms: list[allnorm.Communicator] = []
         self._kinds: list[Case] = []
-        self._rows: list[list[int]] = []  # of each kind: where its next calls begin
+        self._rows: list[list[int]] = []  # by kind: first rows of its next calls
         self._graphs: list[tuple[Graph, list[int]]] = []
 
     def __enter__(self) -> _Section:
@@ -113,7 +113,7 @@ class _Section:
             comm.close()
 
     def prepare(self, num_calls: int) -> None:
-        """Makes communicators that will wrap within so many calls, kinds, and graphs."""
+        """Creates communicators that will wrap within `num_calls` calls, kinds, and graphs."""
         settings = self._settings
         for number in range(2):
             before_wrap = self._rng.randint(1, max(2, num_calls // 8))
@@ -140,9 +140,9 @@ class _Section:
             self._graphs = [self._make_graph(fitting) for _ in range(_GRAPHS) if fitting]
 
     def burst(self, number: int, left: int) -> int:
-        """Makes calls without waiting for any, then compares them all; how many, at least BURST.
+        """Makes calls without waiting, then compares them all; returns their number.
 
-        The first has that number; the section wants as many as are left.
+        The first call has the number `number`, and `left` calls are left for the section.
         """
         calls: list[PendingCall] = []
         if self.bursts in _IDLE_BEFORE:
@@ -178,7 +178,7 @@ class _Section:
         return graph.replay(number, [self._next_row(kind_index) for kind_index in kinds], where)
 
     def _capturable(self) -> list[int]:
-        """The kinds that graphs hold: short ones that run in one of allnorm's kernels."""
+        """Returns the kinds that graphs may contain: short ones that allnorm's kernels run."""
         return [
             kind_index
             for kind_index, kind in enumerate(self._kinds)
@@ -196,7 +196,7 @@ class _Section:
         return Graph(calls), chosen
 
     def _next_row(self, kind_index: int) -> int:
-        """No two calls of a kind begin at the same row before all have been used."""
+        """Returns the first row of a call; rows do not repeat per kind until all were used."""
         if not self._rows[kind_index]:
             self._rows[kind_index] = list(range(_FIRST_ROWS[self._device.type]))
             self._rng.shuffle(self._rows[kind_index])
@@ -216,7 +216,7 @@ class _Section:
         return self._tapes[key]
 
     def _idle(self) -> None:
-        """Long enough for clocks to fall and caches to be lost to others."""
+        """Waits long enough for clocks to drop and for caches to be lost."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
@@ -224,7 +224,7 @@ class _Section:
 
 
 def _most_bytes(device: torch.device) -> int:
-    """Of results kept until they are compared."""
+    """Returns the maximum bytes of results that are kept until they are compared."""
     if device.type == "cpu":
         return 1 << 28
     return int(torch.cuda.get_device_properties(device).total_memory) // 16
@@ -234,12 +234,10 @@ def _most_bytes(device: torch.device) -> int:
 
 
 def repeat_shapes(context: Context, recorder: Recorder) -> None:
-    """Runs `job.repeat` calls of each of `job.shapes` by one_shot, and as many by two_shot.
+    """Makes `job.repeat` calls of each of `job.shapes` with each fused algorithm.
 
-    Of several islands by hierarchical.
-
-    No two calls of a shape have the same payload; on GPUs every other burst of small calls is the
-    replay of a graph.
+    These are one_shot and two_shot, or hierarchical with several islands. No two calls of a shape
+    have the same inputs. On GPUs every other burst of small calls is the replay of a graph.
     """
     comm, job = context.comm, context.job
     delays = Delays(job.seed, comm.rank, comm.device)
@@ -247,7 +245,7 @@ def repeat_shapes(context: Context, recorder: Recorder) -> None:
     for num_tokens, hidden_size in job.shapes:
         for algorithm in FUSED if len(comm.islands) == 1 else ("hierarchical",):
             kind = Case((num_tokens, hidden_size), eps=EPS, algorithm=algorithm)
-            # What cannot be exchanged is tested all the same, the one way that it can run.
+            # A shape that the algorithm cannot run is tested unfused.
             if algorithms(kind, [comm]) != {algorithm}:
                 kind = replace(kind, algorithm="unfused")
             kinds.append(kind)
@@ -281,22 +279,22 @@ def repeat_shapes(context: Context, recorder: Recorder) -> None:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-_CHUNK_ELEMS = {"cuda": 1 << 26, "cpu": 1 << 20}  # of one run of the reference, which takes memory
+_CHUNK_ELEMS = {"cuda": 1 << 26, "cpu": 1 << 20}  # limits the memory of a run of the reference
 _EXPONENTS = 5  # rows are scaled by powers of two, so that scales and norms differ
 
 
 @dataclass
 class Tape:
-    """One rank's rows of a dtype and width, and what becomes of them."""
+    """One rank's rows of a dtype and width, and their results."""
 
-    x: torch.Tensor  # [num_rows, hidden_size], this rank's partial sums, unlike any other rank's
+    x: torch.Tensor  # [num_rows, hidden_size], this rank's partial sums, different on every rank
     reduced: torch.Tensor  # their sum over the ranks, by the reference
-    residual: torch.Tensor  # likewise shaped, the same on every rank
+    residual: torch.Tensor  # in the same shape, equal on every rank
     weight: torch.Tensor  # [hidden_size]
     _known: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def expected(self, kind: Case) -> dict[str, torch.Tensor]:
-        """The results of such a call on every row, by name."""
+        """Returns the results of such a call on every row, by name."""
         key = kind.result_key()
         if key not in self._known:
             weight = self.weight_of(kind)
@@ -308,7 +306,7 @@ class Tape:
         return self._known[key]
 
     def weight_of(self, kind: Case) -> torch.Tensor:
-        """The weight in the dtype that the call is given."""
+        """Returns the weight in the dtype of the call."""
         return self.weight.float() if kind.float32_weight else self.weight
 
     def _chunks(self) -> list[slice]:
@@ -327,9 +325,9 @@ def make_tape(
     seed: int,
     islands: Sequence[Sequence[int]],
 ) -> Tape:
-    """Makes every rank's rows from the seed, keeps this rank's, and their sum. Not collective.
+    """Creates every rank's rows from the seed; keeps this rank's, and their sum. Not collective.
 
-    Another seed makes another tape; it is the same on every rank.
+    The rows depend only on the arguments other than `rank`.
     """
     normal = normal_maker(seed * 7919, device)  # spread by a prime
     exponents = torch.arange(num_rows, device=device) * 7 % _EXPONENTS - _EXPONENTS // 2
@@ -339,7 +337,7 @@ def make_tape(
     for source in range(world_size):
         x = (normal(source + 2, num_rows, hidden_size) * scale).to(dtype)
         mine = x if source == rank else mine
-        # In rank order, as reference.all_reduce() sums, without holding all partials at once.
+        # In rank order, like reference.all_reduce(), without holding all partials at once.
         number = next(i for i, island in enumerate(islands) if source in island)
         so_far = sums[number]
         sums[number] = x.float() if so_far is None else so_far + x.float()
@@ -358,19 +356,19 @@ _MAX_DESCRIBED = 20
 
 @dataclass
 class PendingCall:
-    """A call that was made and whose results are not yet compared."""
+    """A call with results that are not compared yet."""
 
-    number: int  # counts the calls of a soak
-    where: str  # "communicator 0", "replay": for the message
-    kind: Case  # what it does
-    tape: Tape  # whose rows it took
-    row: int  # the first of them
-    results: Results  # what it returned, by name; a sharded residual gathered
+    number: int  # number of the call in its soak
+    where: str  # origin of the call for the message, such as "replay"
+    kind: Case  # the call
+    tape: Tape  # tape with its rows
+    row: int  # its first row
+    results: Results  # its results by name; a sharded residual is gathered
 
     def wrong(self) -> torch.Tensor:
-        """How many elements do not have the reference's bits; on the device, not waited for.
+        """Returns the number of wrong elements, on the device, without waiting.
 
-        No result is NaN: the inputs are finite and small.
+        No result is NaN, because the inputs are finite and small.
         """
         counts = [
             torch.count_nonzero(as_integers(got) != as_integers(self._expected(name)))
@@ -379,7 +377,7 @@ class PendingCall:
         return torch.stack(counts).sum()
 
     def describe(self) -> str:
-        """What is wrong, in words: waits for the device."""
+        """Describes what is wrong; waits for the device."""
         parts = [
             f"{name}: {difference}"
             for name, got in self.results.items()
@@ -389,7 +387,7 @@ class PendingCall:
 
     @property
     def num_bytes(self) -> int:
-        """Of the results."""
+        """The size of the results."""
         return sum(part.numel() * part.element_size() for part in self.results.values())
 
     def _expected(self, name: str) -> torch.Tensor:
@@ -399,14 +397,14 @@ class PendingCall:
 def make_call(
     comm: allnorm.Communicator, kind: Case, tape: Tape, row: int, number: int, where: str
 ) -> PendingCall:
-    """Makes a call on the rows of a tape from that row on; on CUDA without waiting for it."""
+    """Makes a call on the rows of a tape from `row` on; does not wait for CUDA."""
     x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
     results = kind.issue(comm, x, residual, tape.weight_of(kind))
     return PendingCall(number, where, kind, tape, row, results)
 
 
 def compare_all(calls: Sequence[PendingCall], recorder: Recorder) -> None:
-    """Counts every call, and describes the first ones that are wrong: waits for the device."""
+    """Counts every call, and describes the first wrong ones; waits for the device."""
     wrong = torch.stack([call.wrong() for call in calls])
     for call, count in zip(calls, wrong.tolist(), strict=True):
         failure = f"call {call.number}, {call.kind}: {count} elements wrong" if count else ""
@@ -420,7 +418,7 @@ def compare_all(calls: Sequence[PendingCall], recorder: Recorder) -> None:
 
 @dataclass
 class _CapturedCall:
-    """One call in a graph: where it reads, where it writes."""
+    """One call in a graph, with its inputs and results."""
 
     comm: allnorm.Communicator
     kind: Case
@@ -434,7 +432,7 @@ class _CapturedCall:
 class Graph:
     """A graph of several calls on several communicators, in this order.
 
-    Each is given as communicator, kind, tape, and whether results overwrite the inputs.
+    Each is given as communicator, kind, tape, and whether results overwrite its inputs.
     """
 
     def __init__(self, calls: Sequence[tuple[allnorm.Communicator, Case, Tape, bool]]) -> None:
@@ -448,15 +446,15 @@ class Graph:
             )
             for comm, kind, tape, in_place in calls
         ]
-        self._weights = [call.tape.weight_of(call.kind) for call in self.calls]  # must live
-        self._issue()  # loads the kernels, which no capture allows
+        self._weights = [call.tape.weight_of(call.kind) for call in self.calls]  # kept alive
+        self._issue()  # loads the kernels, which a capture does not allow
         with capture() as self._graph:
             self._issue()
 
     def replay(self, number: int, rows: Sequence[int], where: str) -> list[PendingCall]:
         """Replays it with other rows of the tapes; keeps copies of the results. Never waits.
 
-        `rows` holds the first row of each call; the calls are numbered from `number` on.
+        `rows` holds the first row of each call; call numbers start at `number`.
         """
         for call, row in zip(self.calls, rows, strict=True):
             call.x.copy_(call.tape.x[row : row + call.kind.num_tokens])
@@ -486,11 +484,11 @@ _HOST_SHARE, _LONG_HOST_SHARE = 0.02, 0.0005
 _STREAM_SHARE, _LONG_STREAM_SHARE = 0.08, 0.002
 _NOISE_SHARE = 0.03
 _STREAM_CYCLES, _LONG_STREAM_CYCLES = 100_000, 4_000_000  # 50 us and 2 ms on an H200
-_NOISE_ELEMS = 1 << 24  # read and written by a kernel beside the calls: up to 30 us of an H200
+_NOISE_ELEMS = 1 << 24  # read and written by a concurrent kernel, in up to 30 us on an H200
 
 
 class Delays:
-    """Decides, before each call, whether this rank waits, and where. Each rank has its own."""
+    """Decides before each call whether this rank waits, and where. Each rank has its own."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._rng = random.Random(f"delays {seed} {rank}")
@@ -501,7 +499,7 @@ class Delays:
             self._beside = torch.cuda.Stream(device)
 
     def before_call(self) -> None:
-        """Waits, or makes the stream wait, now and then."""
+        """Waits, or makes the stream wait, at random."""
         chance = self._rng.random()
         if chance < _LONG_HOST_SHARE:
             time.sleep(self._rng.random() * 2e-2)
@@ -515,7 +513,7 @@ class Delays:
         elif chance < _STREAM_SHARE:
             torch.cuda._sleep(self._rng.randrange(_STREAM_CYCLES))
         elif chance < _STREAM_SHARE + _NOISE_SHARE:
-            # Takes SMs and bandwidth from the calls beside it: their blocks start one by one.
+            # Takes SMs and bandwidth from concurrent calls, so that their blocks start one by one.
             with torch.cuda.stream(self._beside):
                 for _ in range(self._rng.randint(1, 4)):
                     self._noise[: self._rng.randint(1, _NOISE_ELEMS)].mul_(1.0)

@@ -1,10 +1,9 @@
-"""Several communicators in several threads: is any of them disturbed by what the others do?
+"""Several communicators in several threads, which must not disturb each other.
 
-In each round the ranks open communicators of the same, of overlapping and of separate groups, over
-islands of every kind. Each is driven by a thread of its own, which makes calls of every kind. All
-ranks make the same calls of a communicator, at other times; another thread meanwhile makes the
-collectives of a user over the same process group. Every element of every result is compared with
-the reference.
+In each round, the ranks open communicators of equal, overlapping and separate groups, over islands
+of every kind. Each has its own thread, which makes calls of every kind. All ranks make the same
+calls on a communicator, at different times. Meanwhile another thread runs the collectives of a user
+on the same process group. Every element of every result is compared with the reference.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from allnorm.verify.context import Context, Recorder
 from allnorm.verify.soak import Tape, compare_all, make_call, make_tape
 
 _TIMEOUT = datetime.timedelta(seconds=120)
-_COMMUNICATORS = (3, 6)  # of a round, at least and at most
-_KINDS = 8  # of a communicator
-_CALLS = (60, 200)  # of a communicator in a round
-_MAX_ELEMS = 1 << 14  # of a call
-_FIRST_ROWS = 16  # where a call's rows may begin on a tape
-_UNFUSED_SHARE = 0.4  # of kinds that may run so: it is what shares most
+_COMMUNICATORS = (3, 6)  # minimum and maximum number per round
+_KINDS = 8  # kinds of calls per communicator
+_CALLS = (60, 200)  # minimum and maximum number per communicator and round
+_MAX_ELEMS = 1 << 14  # maximum elements of a call
+_FIRST_ROWS = 16  # number of rows of a tape at which a call may start
+_UNFUSED_SHARE = 0.4  # share of unfused kinds, which share the most between communicators
 _PAUSE_SHARE, _PAUSE_SECONDS = 0.1, 2e-3
 _LONG_SHARE, _LONG_SECONDS = 0.005, 5e-2
 _USER_ELEMS = (1, 256, 4096)
@@ -62,7 +61,10 @@ def threads(context: Context, recorder: Recorder) -> None:
 
 
 def _groups(world_size: int) -> list[tuple[list[int], Any]]:
-    """Ranks and process group: all, and parts that overlap; None for ranks outside. Collective."""
+    """Returns the ranks and process groups of a round: all ranks, and overlapping parts.
+
+    A group is None on ranks outside of it. Collective.
+    """
     parts = [list(range(world_size))]
     if world_size > 2:
         parts += [list(range(world_size - 1)), list(range(1, world_size)), [0, world_size - 1]]
@@ -72,7 +74,7 @@ def _groups(world_size: int) -> list[tuple[list[int], Any]]:
 
 
 def _islands(size: int) -> list[Any]:
-    """Every kind of islands of so many ranks."""
+    """Returns every kind of islands for `size` ranks."""
     kinds: list[Any] = ["auto"]
     kinds += [of_size(part, size) for part in range(1, size) if size % part == 0]
     if size > 2:
@@ -83,7 +85,7 @@ def _islands(size: int) -> list[Any]:
 
 
 class _Round:
-    """The communicators of a round, and what their threads do."""
+    """The communicators of a round, and their threads."""
 
     def __init__(self, context: Context, groups: list[tuple[list[int], Any]], number: int) -> None:
         self._context, self._number = context, number
@@ -133,7 +135,7 @@ class _Round:
             driver.finish(recorder, figures)
 
     def _use_group(self, count: int) -> None:
-        """What a user does beside: collectives of all ranks, awaited and not."""
+        """Makes collectives of all ranks, as a user might meanwhile."""
         comm, pauses = (
             self._context.comm,
             random.Random(f"{self._number} {self._context.comm.rank}"),
@@ -150,7 +152,7 @@ class _Round:
 
 
 class _Driver:
-    """A communicator and the calls that one thread makes of it; `comm` None: of other ranks."""
+    """A communicator and the calls of its thread; `comm` is None on ranks outside of it."""
 
     def __init__(
         self, comm: allnorm.Communicator | None, where: str, seed: int, num_calls: int, rank: int
@@ -179,7 +181,7 @@ class _Driver:
         comm.check()
 
     def finish(self, recorder: Recorder, figures: Counter[str]) -> None:
-        """Records what was found, as many calls on every rank, and closes the communicator."""
+        """Records what was found, with equal counts on every rank; closes the communicator."""
         failures = dict(self._found.failures)
         for number in range(self._num_calls):
             recorder.count(failures.get(number, ""))
