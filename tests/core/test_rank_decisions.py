@@ -122,7 +122,7 @@ def hierarchical_steps(
     inputs = prepared.bind(call, memory)
     recorder: Any = Recorder(len(islands))
     hierarchy: Any = mock.Mock()
-    hierarchy.number, hierarchy.place = between.places(islands, rank)
+    hierarchy.number, hierarchy.index = between.places(islands, rank)
     hierarchy.islands, hierarchy.ranks = islands, islands[hierarchy.number]
     hierarchy.between = recorder
     one = hierarchical._Run(prepared, recorder, 0, hierarchy, lambda _: None, is_cuda)

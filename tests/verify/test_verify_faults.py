@@ -29,7 +29,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(("comes", "SIGSTOP"), 3, 0, id="absences"),
         pytest.param(("killed",), 3, 0, id="kills"),
         pytest.param(("exits",), 3, 0, id="exits", marks=pytest.mark.slow),
-        pytest.param(("dtype", "no residual", "another al"), 4, 2, id="divergences, islands"),
+        pytest.param(("dtype", "no residual", "different al"), 4, 2, id="divergences, islands"),
         pytest.param(("comes", "SIGSTOP"), 2, 1, id="absences, islands of one"),
         pytest.param(("among", "exits"), 4, 2, id="deaths, islands", marks=pytest.mark.slow),
     ],
@@ -78,7 +78,7 @@ def test_problems_are_reported(seen: list[Any], complaint: str) -> None:
 
 def test_a_divergence_must_raise_its_own_error() -> None:
     seen = [saw(), saw(error="PeerDivergedError", peer=0), saw(error="PeerDivergedError", peer=1)]
-    problems = faults._problems(seen, "another dtype", 2, 2.0)
+    problems = faults._problems(seen, "different dtype", 2, 2.0)
     assert problems == [
         "rank 0: PeerTimeoutError instead of PeerDivergedError",
         "rank 1: names rank 0 instead of 2",
@@ -99,7 +99,7 @@ def test_every_fault_applies_to_some_call() -> None:
     for name in names:
         for calls in (faults.ALGORITHMS, faults.CALLS_BETWEEN_ISLANDS):
             assert any(faults.applies(name, call) for call in calls.values()), name
-    for name in set(names) - {"groups of 64", "another scale_format", "not quantized"}:
+    for name in set(names) - {"groups of 64", "different scale_format", "not quantized"}:
         assert faults.applies(name, faults.ALGORITHMS["two_shot"]), name
 
 
@@ -109,12 +109,12 @@ def test_problems_set_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(faults.RankPool, "run", fail)
     path = tmp_path / "rows.jsonl"
-    arguments = ("verify", "--faults", "--device", "cpu", "--tp", "2", "--only", "another dtype")
+    arguments = ("verify", "--faults", "--device", "cpu", "--tp", "2", "--only", "different dtype")
     done = CliRunner().invoke(app, (*arguments, "--json", str(path)))
     assert done.exit_code == 1
     assert "no answer" in unwrapped(done.output)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {row["fault"] for row in rows} == {"another dtype"}
+    assert {row["fault"] for row in rows} == {"different dtype"}
     assert all(row["problems"] and row["world_size"] == 2 for row in rows)
 
 
