@@ -13,7 +13,6 @@ which makes them part of the keys of compiler caches.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,28 +35,34 @@ _dispatchers = dispatchers()
 _library = torch.library.Library("allnorm", "DEF")
 
 
-def _run(operator: Operator, *arguments: Any) -> Any:
-    """Runs a call of an operator; an empty tensor means "no result"."""
-    x = arguments[0]
-    fields, comm_name, residual_rows = operator.fields(arguments)
-    dispatcher = _dispatchers.get((comm_name, x.is_cuda)) or _other_dispatcher(comm_name, x)
-    try:
-        results = dispatcher.call(**fields)
-    except TypeError:
-        plain = _without_subclasses(arguments)
-        if plain is None:
-            raise
-        return _run(operator, *plain)
-    if residual_rows is not None:
-        _check_rows(results[operator.results.index("residual_out")], residual_rows)
-    if operator.is_quantized:
-        quantized, scale, residual, normed = results
-        if isinstance(fields["quant"], Fp8PerTensor):
-            scale = scale.new_empty(0)  # an operator must not return an input
-        return quantized, scale, residual, x.new_empty(0) if normed is None else normed
-    if results.__class__ is tuple and results[0] is None:
-        return x.new_empty(0), results[1]
-    return results
+def _implementation(operator: Operator) -> Callable[..., Any]:
+    """Returns the function that runs an operator; an empty tensor means "no result"."""
+    pass_on, positions = operator.pass_on, operator.positions
+    name_at, rows_at = positions.get("comm_name"), positions.get("residual_rows", len(positions))
+
+    def run(*arguments: Any) -> Any:
+        x = arguments[0]
+        comm_name = "" if name_at is None else arguments[name_at]
+        dispatcher = _dispatchers.get((comm_name, x.is_cuda)) or _other_dispatcher(comm_name, x)
+        try:
+            results = pass_on(dispatcher.call, *arguments)
+        except TypeError:
+            plain = _without_subclasses(arguments)
+            if plain is None:
+                raise
+            return run(*plain)
+        if len(arguments) > rows_at and arguments[rows_at] is not None:
+            _check_rows(results[operator.results.index("residual_out")], arguments[rows_at])
+        if operator.is_quantized:
+            quantized, scale, residual, normed = results
+            if arguments[positions["quant_kind"]] == Fp8PerTensor.kind:
+                scale = scale.new_empty(0)  # an operator must not return an input
+            return quantized, scale, residual, x.new_empty(0) if normed is None else normed
+        if results.__class__ is tuple and results[0] is None:
+            return x.new_empty(0), results[1]
+        return results
+
+    return run
 
 
 def _other_dispatcher(comm_name: str, x: _Tensor) -> Dispatcher:
@@ -91,18 +96,19 @@ def _define(row: Operator) -> None:
     # TorchScript drops unused calls and merges equal ones, unless alias analysis is conservative.
     _library.define(row.schema, "CONSERVATIVE" if row.is_collective else "")
     operator = getattr(torch.ops.allnorm, row.name).default
+    run = _implementation(row)
 
     def without_gradient(*arguments: Any) -> Any:
         x = arguments[0]
         is_plain = x.__class__ in _PLAIN and _num_modes() == 0 and _transform() is None
         if is_plain and not _is_functional(x):
-            return _run(row, *arguments)  # refuses tensors that require a gradient
+            return run(*arguments)  # refuses tensors that require a gradient
         _refuse_gradients(operator, arguments)
         with _AFTER_AUTOGRAD():
             return operator(*arguments)
 
     for key in _BACKENDS:
-        _library.impl(row.name, functools.partial(_run, row), key)
+        _library.impl(row.name, run, key)
         _library.impl(row.name, without_gradient, f"Autograd{key}")
 
     def fake(*arguments: Any) -> Any:

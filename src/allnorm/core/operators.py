@@ -8,7 +8,7 @@ name, and a value that operators do not support, such as a spec of quantization,
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,44 +72,41 @@ class Operator:
         """Whether quantized rows are a result."""
         return "quantized_out" in self.results
 
-    def fields(self, given: Sequence[Any]) -> tuple[dict[str, Any], str, int | None]:
-        """Returns the fields of the Call, the communicator's name or "", and residual_rows.
+    @functools.cached_property
+    def positions(self) -> dict[str, int]:
+        """The positions of the parameters, by name."""
+        return {parameter.name: index for index, parameter in enumerate(self.parameters)}
 
-        Args:
-            given: the operator's arguments; those at the end may be missing.
+    @functools.cached_property
+    def pass_on(self) -> Callable[..., Any]:
+        """A function of a receiver and the operator's arguments: passes on the fields of the Call.
+
+        The receiver takes them by keyword. The function is generated, because explicit keywords
+        cost less per call than a dict of them.
         """
-        fields: dict[str, Any] = dict(zip(self._field_names, given))  # noqa: B905 - takes long
-        fields["op"] = self.name
-        comm_name = fields.pop("comm_name", "")
-        if len(given) <= self._num_required:
-            residual_rows = None
-        else:
-            residual_rows = fields.pop("residual_rows", None)
-            if "post_weight" in fields:
-                _join_residual_update(fields)
+        parameters = (
+            name if default is _REQUIRED else f"{name}={default!r}"
+            for name, default in ((p.name, p.default) for p in self.parameters)
+        )
+        own = {name: name for name in self.positions} | {"source": self.parameters[0].name}
+        if "experts" in own:
+            own |= {"source": _SOURCE, "post_norm": _POST_NORM}
         if self.is_quantized:
-            kind, size = fields.pop("quant_kind"), fields.pop("group_size")
-            layout, format_ = fields.pop("scale_layout"), fields.pop("scale_format")
-            static_scale = fields.pop("static_scale")
-            fields["quant"] = from_op_arguments(kind, size, layout, format_, static_scale)
-        return fields, comm_name, residual_rows
-
-    @functools.cached_property
-    def _field_names(self) -> tuple[str, ...]:
-        """The parameters by the names of fields of a Call, where they are such."""
-        return ("source", *(parameter.name for parameter in self.parameters[1:]))
-
-    @functools.cached_property
-    def _num_required(self) -> int:
-        return sum(parameter.default is _REQUIRED for parameter in self.parameters)
+            own["quant"] = _QUANT_SPEC
+        fields = (f"{name}={own[name]}" for name in KEYWORDS if name in own)
+        head = f"lambda receive, {', '.join(parameters)}"
+        function: Callable[..., Any] = eval(
+            f"{head}: receive(op={self.name!r}, {', '.join(fields)})", dict(_CLASSES)
+        )
+        return function
 
     def fake(self, *given: Any) -> Any:
         """Returns results with the right shapes, dtypes and strides, from the arguments alone.
 
         The call itself checks whether the shapes of its arguments match.
         """
-        fields, _, residual_rows = self.fields(given)
-        call = Call(**fields)
+        call = self.pass_on(Call, *given)
+        residual_rows = dict(zip(self.positions, given, strict=False)).get("residual_rows")
         results = tuple(_fake(call, field, residual_rows) for field in self.results)
         return results if len(results) > 1 else results[0]
 
@@ -194,17 +191,11 @@ def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:
     return x.new_empty(like.shape, dtype=like.dtype)
 
 
-def _join_residual_update(fields: dict[str, Any]) -> None:
-    """Replaces the parts of a PostNorm and of an ExpertSum by these objects."""
-    weight, eps = fields.pop("post_weight"), fields.pop("post_eps", 0.0)
-    bias = fields.pop("post_weight_bias", 0.0)
-    if weight is not None:
-        fields["post_norm"] = PostNorm(weight, eps, bias)
-    experts, index = fields.pop("experts", False), fields.pop("expert_index", None)
-    weights, shared = fields.pop("expert_weights", None), fields.pop("shared", None)
-    if experts:
-        fields["source"] = ExpertSum(fields["source"], weights, index, shared)
-
+# Expressions for the fields of a Call that operators take by their parts.
+_CLASSES = {"ExpertSum": ExpertSum, "PostNorm": PostNorm, "from_op_arguments": from_op_arguments}
+_SOURCE = "ExpertSum(x, expert_weights, expert_index, shared) if experts else x"
+_POST_NORM = "None if post_weight is None else PostNorm(post_weight, post_eps, post_weight_bias)"
+_QUANT_SPEC = "from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)"
 
 _COMM_NAME = Parameter("str", "comm_name")
 _ALGORITHM = Parameter("str", "algorithm", "auto")
