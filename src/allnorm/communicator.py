@@ -194,7 +194,9 @@ class Communicator:
 
     def _runner(self, x: object) -> Runner:
         """Returns the runner of calls of `x`: the dispatcher, or torch operators while tracing."""
-        return traced.Operators(self) if is_traced(x) else self._dispatcher
+        if is_traced(x):
+            return traced.Operators(self.name, self.rank, self.world_size)
+        return self._dispatcher
 
     # ---- calls ----------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class _Ranks(NamedTuple):
 
     def _runner(self, x: object) -> Runner:
         """Returns the runner of the methods of Communicator that are called on this object."""
-        return traced.Operators(self)
+        return traced.Operators(self.name, self.rank, self.world_size)
 
 
 def _ranks(group: Group) -> _Ranks:

@@ -19,7 +19,7 @@ import allnorm
 from allnorm import policy, reference
 from allnorm.core import _native, between, hierarchical, unfused
 from allnorm.core.call import Call
-from allnorm.core.notes import NoNotes
+from allnorm.core.notes import Notes
 from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
 from allnorm.testing import assert_same_bits, shared_input
@@ -78,7 +78,7 @@ class Recorder:
     def __init__(self, size: int) -> None:
         self.num_islands = size
         self.can_exchange_parts = size > 2
-        self.notes = NoNotes()
+        self.notes = Notes()
         self.steps: list[tuple[Any, ...]] = []
 
     def run(self, handle: int, address: int) -> int:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from allnorm import config
-from allnorm.core.notes import NoNotes, Notes
+from allnorm.core.notes import Notes
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
@@ -89,7 +89,7 @@ class GroupExchange:
         self.size = size
         self.ranks: Sequence[int] = range(size)
         self.failure = ""
-        self.notes: Notes = NoNotes()
+        self.notes = Notes()
         self._captured = False
         self._on_host = device.type == "cpu"
         self._backend, self._purpose = backend, purpose

@@ -13,7 +13,7 @@ import dataclasses
 import threading
 import weakref
 from math import copysign
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,31 +24,41 @@ from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_lau
 from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_intercepted, version_counter
 from allnorm.core.tensors import is_plain
-from allnorm.errors import CommunicatorClosedError, UnsupportedError
+from allnorm.errors import AllnormError, CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
 
 # Maximum prepared calls of a dispatcher; a server has a few thousand geometries.
 _MAX_PREPARED = 4096
+_LOCAL_PLAN = Plan("local", "there is no other rank", 1)
 
 
-class Target(Protocol):
-    """Runs the calls of a dispatcher: the endpoint of a communicator, or one rank alone."""
+class Target:
+    """Runs the calls of a dispatcher: calls of one rank alone, or as an Endpoint those of many."""
 
-    device: torch.device
-    rank: int
-    world_size: int
+    name, rank, world_size = "", 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._library = _native.library(device.type)
 
     def check_open(self) -> None:
         """Raises if calls cannot be made."""
 
     def choose(self, call: Call) -> Plan:
         """Returns how a checked call runs; raises on every rank if it cannot."""
+        return _LOCAL_PLAN
 
     def run(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
         """Runs the call."""
+        inputs = prepared.bind(call, memory)
+        status = self._library.local(prepared.address)
+        del inputs
+        if status:
+            self.fail(status, prepared)
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
         """Returns whether csrc/python may repeat such a call without `run`."""
+        return True
 
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Tells the peers that this rank refuses a call that they may be making."""
@@ -58,6 +68,8 @@ class Target(Protocol):
 
     def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
         """Raises the error for the status that a call returned."""
+        _native.raise_status(self._library, status)
+        raise AllnormError(f"status {status}")
 
 
 class Dispatcher(Runner):
@@ -108,7 +120,8 @@ class Dispatcher(Runner):
         """Runs a call that csrc/python does not recognize."""
         if is_intercepted():
             traced.check_intercepted(call)
-            return traced.Operators(self._target).run(call)
+            target = self._target
+            return traced.Operators(target.name, target.rank, target.world_size).run(call)
         try:
             return self._decide_and_launch(call)
         except Exception:

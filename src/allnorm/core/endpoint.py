@@ -19,7 +19,7 @@ import torch.distributed as dist
 from allnorm import names
 from allnorm.core import _native, agreement, fast_call, faults, hierarchical, unfused
 from allnorm.core.call import Call
-from allnorm.core.dispatch import Chooser, Dispatcher
+from allnorm.core.dispatch import Chooser, Dispatcher, Target
 from allnorm.core.failure import RECORDED, Failure, text_of
 from allnorm.core.notes import CROSSED, INTERRUPTED, LEFT, Cause
 from allnorm.core.opened import Opened
@@ -32,6 +32,7 @@ from allnorm.errors import (
     PeerDivergedError,
     PeerTimeoutError,
 )
+from allnorm.policy import Plan
 
 _GIVEN_UP = "this rank has given up"
 
@@ -54,7 +55,7 @@ class Stats:
     fault: str | None
 
 
-class Endpoint:
+class Endpoint(Target):
     """One rank's end of a communicator: runs its calls, one thread at a time.
 
     Attributes:
@@ -68,8 +69,7 @@ class Endpoint:
         self.name, self.number = opened.name, opened.number
         self.rank, self.world_size = opened.rank, opened.world_size
         self.device, self.timeout = opened.device, opened.timeout
-        self.check_open = opened.check_open
-        self.chooser, self.choose = chooser, chooser.choose
+        self.chooser = chooser
         self.failure = Failure(opened, lambda: self.dispatcher.prepared_calls(), self._abandon)
         self.check = self.failure.check
         self._opened, self._library, self._handle = opened, opened.library, opened.handle
@@ -106,6 +106,14 @@ class Endpoint:
         return not self.closed and self._opened.group() is group
 
     # ---- running a call, for the Dispatcher -----------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises CommunicatorClosedError after close(), and in a fork."""
+        self._opened.check_open()
+
+    def choose(self, call: Call) -> Plan:
+        """Returns the plan of a call; see Chooser."""
+        return self.chooser.choose(call)
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
         """Returns whether csrc/python may repeat such a call."""
@@ -211,11 +219,10 @@ class Endpoint:
         if status in RECORDED:
             self.check(prepared)
         try:
-            _native.raise_status(self._library, status)
+            super().fail(status, prepared)
         except ValueError as error:  # refused before any exchange
             self.refuse(error, "fused" if prepared is None else prepared.plan.algorithm)
             raise
-        raise AllnormError(f"status {status}")
 
     def _take_turn(self, call: FrameType) -> None:
         """Takes the turn for the call whose frame is `call`, after the calls of other threads.

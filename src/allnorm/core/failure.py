@@ -11,7 +11,7 @@ from allnorm.core import _native, fast_call, faults
 from allnorm.core.announcement import Announcement, is_announcement
 from allnorm.core.between import GroupError
 from allnorm.core.channel import WaitEndedError
-from allnorm.core.notes import CROSSED, DIED, FAILED, INTERRUPTED, LATE, LEFT, Cause, NoNotes, Notes
+from allnorm.core.notes import CROSSED, DIED, FAILED, INTERRUPTED, LATE, LEFT, Cause, Notes
 from allnorm.core.opened import Opened
 from allnorm.core.prepared_call import PreparedCall
 from allnorm.core.refusal import is_refusal
@@ -80,7 +80,7 @@ class Failure:
         abandon: Callable[[], None],
     ) -> None:
         self.rank, self.world_size, self.timeout = opened.rank, opened.world_size, opened.timeout
-        self.notes: Notes = NoNotes() if opened.channel is None else opened.channel.notes
+        self.notes = Notes() if opened.channel is None else opened.channel.notes
         self.watch: Watch | None = None
         self.refused = ""
         self._opened = opened

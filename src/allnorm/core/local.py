@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from allnorm.core import _native, tensors, traced
-from allnorm.core.call import Call, Runner
-from allnorm.core.dispatch import Dispatcher
-from allnorm.core.prepared_call import Memory, PreparedCall
+from allnorm.core.call import Runner
+from allnorm.core.dispatch import Dispatcher, Target
 from allnorm.core.shortcuts import is_traced
-from allnorm.errors import AllnormError, UnsupportedError
+from allnorm.errors import UnsupportedError
 from allnorm.expert_sum import ExpertSum
-from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
-
-_PLAN = Plan("local", "there is no other rank", 1)
 
 
 def add_rms_norm(
@@ -132,46 +128,6 @@ def add_rms_norm_quant(
     return QuantizedNorm(*results)
 
 
-class _Alone:
-    """Runs calls that involve no other rank: the Target of a Dispatcher."""
-
-    name, rank, world_size = "", 0, 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._library = _native.library(device.type)
-
-    def check_open(self) -> None:
-        """Does nothing: such calls can always be made."""
-
-    def choose(self, call: Call) -> Plan:
-        """Returns the only plan."""
-        return _PLAN
-
-    def can_repeat(self, prepared: PreparedCall) -> bool:
-        """Returns True."""
-        return True
-
-    def run(self, prepared: PreparedCall, call: Call, memory: Memory) -> None:
-        """Runs a call."""
-        inputs = prepared.bind(call, memory)
-        status = self._library.local(prepared.address)
-        del inputs
-        if status:
-            self.fail(status, prepared)
-
-    def refuse(self, error: Exception, algorithm: str) -> None:
-        """Does nothing: no peer waits for the call."""
-
-    def interrupted(self, error: BaseException) -> None:
-        """Does nothing: no peer waits for the call."""
-
-    def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
-        """Raises the library's error."""
-        _native.raise_status(self._library, status)
-        raise AllnormError(f"status {status}")
-
-
 class _Threads(threading.local):
     """Each thread's dispatchers, by device, so that threads do not wait for each other."""
 
@@ -199,5 +155,5 @@ def dispatcher(x: Any) -> Dispatcher:
     if x.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"x is on {x.device}: expected a CUDA device or the CPU.")
     local = _native.library(x.device.type).local
-    made = _threads.dispatchers[x.device] = Dispatcher(_Alone(x.device), local)
+    made = _threads.dispatchers[x.device] = Dispatcher(Target(x.device), local)
     return made

@@ -28,7 +28,6 @@ with a later tick has done its part of a wait.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import ctypes
 import json
@@ -80,8 +79,8 @@ class Cause(NamedTuple):
     why: str = ""
 
 
-class Notes(abc.ABC):
-    """The notes of a communicator's ranks.
+class Notes:
+    """The notes of a communicator's ranks. This base class is for a rank without peers.
 
     Attributes:
         peers: the ranks of the current or latest wait.
@@ -95,32 +94,30 @@ class Notes(abc.ABC):
         """Records that this rank starts to wait for `peers`, which may include itself."""
         self.peers = peers
 
-    def leave(self) -> None:  # noqa: B027
+    def leave(self) -> None:
         """Records that the wait has succeeded."""
 
-    def beat(self) -> None:  # noqa: B027
+    def beat(self) -> None:
         """Records that this rank still waits."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Stops using the shared memory, which is about to be released."""
 
-    @abc.abstractmethod
     def post(self, cause: Cause) -> None:
         """Publishes why this rank has given up. The first cause stays."""
 
-    @abc.abstractmethod
     def said_by(self, rank: int) -> Cause | None:
         """Returns the cause that a rank has published."""
+        return None
 
-    @abc.abstractmethod
     def first(self) -> Cause | None:
         """Returns a cause that any rank has published; the first one, if that is known."""
+        return None
 
-    @abc.abstractmethod
     def find(self, is_dead: IsDead) -> Cause | None:
         """Returns the cause that keeps the current wait from ending, if one is certain."""
+        return None
 
-    @abc.abstractmethod
     def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
         """Returns the most likely cause after a wait has lasted its timeout. Bounded.
 
@@ -129,28 +126,6 @@ class Notes(abc.ABC):
             behind: the rank that the library found last, if it was a wait in the library; None: it
                 was the current wait, for `peers`.
         """
-
-
-class NoNotes(Notes):
-    """Notes of a rank without peers that could read them."""
-
-    def post(self, cause: Cause) -> None:
-        """Does nothing."""
-
-    def said_by(self, rank: int) -> Cause | None:
-        """Returns None."""
-        return None
-
-    def first(self) -> Cause | None:
-        """Returns None."""
-        return None
-
-    def find(self, is_dead: IsDead) -> Cause | None:
-        """Returns None."""
-        return None
-
-    def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
-        """Returns None."""
         return None
 
 

@@ -8,7 +8,7 @@ raised. Overlapping memory is not visible, and does no harm, because results are
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,30 +20,17 @@ from allnorm.quant import Fp8PerTensor
 _Tensor = torch.Tensor
 
 
-class Ranks(Protocol):
-    """A communicator, as far as a traced call knows it."""
-
-    @property
-    def name(self) -> str:
-        """The name that an operator takes."""
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-
-
 class Operators(Runner):
     """Runs each call as a torch operator, for tracers that see only operators.
 
-    `ranks` is the communicator of the calls; None: calls of one rank.
+    Args:
+        name: name of the communicator; "" for calls of one rank alone.
+        rank: this rank.
+        world_size: number of ranks.
     """
 
-    def __init__(self, ranks: Any = None) -> None:
-        self._ranks: Ranks | None = ranks
+    def __init__(self, name: str = "", rank: int = 0, world_size: int = 1) -> None:
+        self._name, self._rank, self._world_size = name, rank, world_size
 
     def run(self, call: Call) -> Any:
         """Runs a call, after checking what is visible in shapes and dtypes."""
@@ -54,20 +41,17 @@ class Operators(Runner):
                 "padding between its columns. Use the returned scale."
             )
         tensors.check_all_fake(x=call.x, residual=call.residual, weight=call.weight)
-        ranks, fields = self._ranks, operators.results_of(call.op)
-        rows = None
-        if ranks is not None and call.residual_sharded:
+        fields, rows = operators.results_of(call.op), None
+        if call.residual_sharded:
             num_tokens = math.prod(call.shape[:-1])
-            lo, hi = row_shard(num_tokens, ranks.world_size, ranks.rank)
+            lo, hi = row_shard(num_tokens, self._world_size, self._rank)
             rows = hi - lo
         for field in fields:
             memory = getattr(call, field)
             if memory is not None:
                 name = "normed_out" if field == "out" and call.quant is not None else field
                 arguments.check_like(name, memory, operators.result_like(call, field, rows))
-        given = operators.arguments(
-            call, "" if ranks is None else ranks.name, rows if call.residual is None else None
-        )
+        given = operators.arguments(call, self._name, rows if call.residual is None else None)
         results = getattr(torch.ops.allnorm, call.op)(*given)
         if len(fields) == 1:
             return _into(call.out, results)
