@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -238,19 +238,12 @@ class Arrival:
                 now = self._read([rank]).get(rank)
                 if now is not None and now != entry:
                     continue  # the rank, or a new process of it, has arrived since the last read
-                raise PeerDiedError(
-                    f"rank {self._rank} waited for rank {rank} while {what}, but process "
-                    f"{process.pid} has ended. Make a Communicator over healthy ranks.",
-                    rank=self._rank,
-                    peer=rank,
-                    expected=what,
-                )
+                raise died_error(self._rank, rank, process, what)
 
     def _known(self, rank: int) -> Process | None:
         return self._members.processes[rank] if self._members.processes else None
 
     def _late(self, entries: dict[int, Entry], missing: list[int], what: str) -> PeerTimeoutError:
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         notes = []
         for rank in missing:
             entry = entries.get(rank)
@@ -260,17 +253,36 @@ class Arrival:
                 notes.append(f"An earlier attempt was given up: {entry.reason}")
             elif entry.process.is_visible_from(self._process) and not lives(entry.process):
                 notes.append(f"Process {entry.process.pid} came as rank {rank} and has ended.")
-        return PeerTimeoutError(
-            f"rank {self._rank} waited {self._seconds:g} s for {ranks} while {what}, without "
-            "success. Every rank of the group must make the Communicator, in the same order. Find "
-            f"out what happened to {ranks}, or give a longer timeout." + " ".join(["", *notes]),
-            rank=self._rank,
-            peer=missing[0],
-            expected=what,
-        )
+        return late_error(self._rank, missing, self._seconds, what, notes)
 
     def _seconds_left(self) -> float:
         return min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX)
+
+
+def died_error(
+    rank: int, peer: int, process: Process, what: str, reason: str = ""
+) -> PeerDiedError:
+    """Returns the error of a rank that waited for a peer with an exited process."""
+    return PeerDiedError(
+        f"rank {rank} waited for rank {peer} while {what}, but process {process.pid} has "
+        f"ended{reason}. Make a Communicator over healthy ranks.",
+        rank=rank,
+        peer=peer,
+        expected=what,
+    )
+
+
+def late_error(
+    rank: int, missing: Sequence[int], seconds: float, what: str, notes: Sequence[str] = ()
+) -> PeerTimeoutError:
+    """Returns the error of a rank that waited for missing ranks until the deadline."""
+    ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    text = (
+        f"rank {rank} waited {seconds:g} s for {ranks} while {what}, without success. Every rank "
+        "of the group must make the Communicator, in the same order. Find out what happened to "
+        f"{ranks}, or give a longer timeout."
+    )
+    return PeerTimeoutError(" ".join([text, *notes]), rank=rank, peer=missing[0], expected=what)
 
 
 def _become_fork() -> None:

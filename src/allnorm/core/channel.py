@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import abc
 import ctypes
-import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
 
 from allnorm.core import _native, workspace
 from allnorm.core.announcement import FIELDS, Announcement
 from allnorm.core.notes import DIED, LATE, Cause, Notes, SharedNotes, StoreNotes
 from allnorm.core.rendezvous import Mailbox, Rendezvous
+from allnorm.core.threads import run_bounded
 from allnorm.core.watch import Watch
 from allnorm.errors import AllnormError
 
@@ -218,28 +218,6 @@ class _SeparateChannel(_LibraryChannel):
         self._library.comm_destroy(self._handle)
 
 
-def _bounded(step: Callable[[], Any], seconds: float) -> Any:
-    """Returns or raises what `step` does; None if it takes too long.
-
-    It runs in a thread, because a store on an unreachable host honors no deadline.
-    """
-    found: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(step())
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="allnorm-messages", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    return found[0] if found else None
-
-
 class _MissingError(Exception):
     """Some ranks did not come before the deadline."""
 
@@ -276,7 +254,7 @@ class _Messages(Channel):
         deadline = time.monotonic() + seconds
         self.notes.enter(self._everyone)
         try:
-            found = _bounded(
+            found = run_bounded(
                 lambda: self._mailbox.exchange(list(words), self._dead, look),
                 seconds + _STORE_SECONDS,
             )

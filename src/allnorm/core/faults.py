@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from allnorm.core import _native
 from allnorm.core.announcement import Announcement, describe, differences, tag_fields
 from allnorm.core.refusal import is_refusal
 from allnorm.core.rendezvous import store_of
+from allnorm.core.threads import run_bounded
 from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerDivergedError, PeerLeftError, PeerTimeoutError
 
@@ -94,21 +94,9 @@ def _exchange(store: Any, own_key: str, own: Account, key: str) -> bytes:
 
 
 def _with_store(group: dist.ProcessGroup, step: Callable[[Any], Any]) -> Any:
-    """Returns what `step` returns; None if it fails or takes too long.
-
-    It runs in a thread, because a store whose process is stopped honors no deadline. Without the
-    store, errors contain less.
-    """
-    found = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            found.append(step(store_of(group)))
-
-    thread = threading.Thread(target=run, name="allnorm-account", daemon=True)
-    thread.start()
-    thread.join(2 * _ACCOUNT_SECONDS)
-    return found[0] if found else None
+    """Returns what `step` returns; None if it fails or takes too long: errors then contain less."""
+    with contextlib.suppress(Exception):
+        return run_bounded(lambda: step(store_of(group)), 2 * _ACCOUNT_SECONDS)
 
 
 def fault_error(

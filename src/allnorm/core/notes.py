@@ -28,7 +28,6 @@ with a later tick has done its part of a wait.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import threading
@@ -36,6 +35,8 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from allnorm.core import threads
 
 # Bytes of shared memory per note.
 NOTE_BYTES = 4096
@@ -434,14 +435,7 @@ class StoreNotes(Notes):
         """
         if self._late is not None and self._late.is_alive():
             return None
-        found = []
-
-        def run() -> None:
-            with contextlib.suppress(Exception):
-                found.append(step())
-
-        thread = threading.Thread(target=run, name="allnorm-notes", daemon=True)
-        thread.start()
+        thread, found, _ = threads.start(step)
         thread.join(seconds)
         self._late = thread
         return found[0] if found else None

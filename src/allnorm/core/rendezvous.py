@@ -10,10 +10,10 @@ describes how the ranks find each other.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import pickle
-import threading
 import time
 import uuid
 import weakref
@@ -23,10 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allnorm.core import threads
 from allnorm.core.arrival import (
     LONGEST_PAUSE_SECONDS,
     SHORTEST_PAUSE_SECONDS,
     Arrival,
+    died_error,
+    late_error,
     members_of,
 )
 from allnorm.core.watch import SETTLED_SECONDS, Process, Watch
@@ -139,12 +142,9 @@ class Rendezvous:
         `ranks`, and belongs to only one part. The outer step ends when all parts have ended, and
         reports a failure in one of them to all ranks.
         """
-        part = object.__new__(Rendezvous)
+        part = copy.copy(self)
         part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), tuple(ranks)
         part.processes = [self.processes[rank] for rank in ranks]
-        part._seconds, part._deadline = self._seconds, self._deadline
-        part._root, part.name, part._store = self._root, self.name, self._store
-        part._dead, part._members, part._arrival = self._dead, self._members, None
         # Keys of a part start with those of the step that contains it.
         part._keys = f"{self._keys}/{self._steps}/part{ranks[0]}"
         part._steps, part._last_keys, part._parts, part._failed = 1, [], [], False
@@ -205,17 +205,7 @@ class Rendezvous:
 
     def _run_watched(self, step: Callable[[], Any], what: str) -> Any:
         """Returns or raises what `step` does, or raises when a peer dies or gives up."""
-        results: list[Any] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(step())
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="allnorm-step", daemon=True)
-        thread.start()
+        thread, results, errors = threads.start(step)
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
             if thread.is_alive():
@@ -236,21 +226,13 @@ class Rendezvous:
             return error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         number = _find_ended(self.processes)
-        translated: AllnormError
         if number is None:
             translated = AllnormError(
                 f"{what}: {reason} No communicator was created. Check that every rank still runs "
                 "and can use the process group; otherwise create the group again."
             )
         else:
-            translated = self._error(
-                PeerDiedError,
-                f"rank {self.ranks[self.rank]} waited for rank {self.ranks[number]} while {what}, "
-                f"but process {self.processes[number].pid} has ended ({reason}). Make a "
-                "Communicator over healthy ranks.",
-                number,
-                what,
-            )
+            translated = self._died(number, what, f" ({reason})")
         translated.__cause__ = error
         return translated
 
@@ -275,28 +257,17 @@ class Rendezvous:
     def _look(self, what: str, missing: set[int], dead: list[int]) -> None:
         """Raises if the wait for the missing ranks must end."""
         for number in dead:
-            raise self._error(
-                PeerDiedError,
-                f"rank {self.ranks[self.rank]} waited for rank {self.ranks[number]} while {what}, "
-                f"but process {self.processes[number].pid} has ended. Make a Communicator over "
-                "healthy ranks.",
-                number,
-                what,
-            )
+            raise self._died(number, what)
         if self._store.check([self._given_up()]):
             reason = self._store.get(self._given_up()).decode(errors="replace")
             raise AllnormError(f"{what}: another rank has given up, {reason}")
         if time.monotonic() > self._deadline:
-            late = ", ".join(str(self.ranks[number]) for number in sorted(missing))
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {late}"
-            raise self._error(
-                PeerTimeoutError,
-                f"rank {self.ranks[self.rank]} waited {self._seconds:g} s for {ranks} while "
-                f"{what}, without success. Every rank of the group must make the Communicator, in "
-                f"the same order. Find out what happened to {ranks}, or give a longer timeout.",
-                min(missing),
-                what,
-            )
+            late = sorted(self.ranks[number] for number in missing)
+            raise late_error(self.ranks[self.rank], late, self._seconds, what)
+
+    def _died(self, number: int, what: str, reason: str = "") -> AllnormError:
+        process = self.processes[number]
+        return died_error(self.ranks[self.rank], self.ranks[number], process, what, reason)
 
     @contextlib.contextmanager
     def _reaching_store(self, what: str) -> Iterator[None]:
@@ -313,17 +284,12 @@ class Rendezvous:
             number = _find_ended(processes)
             if number is None:
                 raise
-            raise self._error(
-                PeerDiedError,
+            raise PeerDiedError(
                 f"{error} Process {processes[number].pid} of rank {self.ranks[number]} has ended.",
-                number,
-                what,
+                rank=self.ranks[self.rank],
+                peer=self.ranks[number],
+                expected=what,
             ) from error.__cause__
-
-    def _error(
-        self, kind: type[PeerTimeoutError], message: str, peer: int, what: str
-    ) -> PeerTimeoutError:
-        return kind(message, rank=self.ranks[self.rank], peer=self.ranks[peer], expected=what)
 
 
 def _adder(ranks: set[int]) -> Callable[[int, bool], None]:

@@ -1,0 +1,36 @@
+"""Steps that run in a thread, because they may wait longer than their caller can."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def start(step: Callable[[], Any]) -> tuple[threading.Thread, list[Any], list[BaseException]]:
+    """Starts a step in a daemon thread; returns the thread, and lists for its result and error."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(step())
+        except BaseException as error:  # noqa: BLE001 - the caller decides
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="allnorm-step", daemon=True)
+    thread.start()
+    return thread, results, errors
+
+
+def run_bounded(step: Callable[[], Any], seconds: float) -> Any:
+    """Returns or raises what `step` does; None if it takes longer.
+
+    It is for a store whose process is stopped or whose host is unreachable: that honors no
+    deadline.
+    """
+    thread, results, errors = start(step)
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return results[0] if results else None
