@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from torch import Tensor
 
@@ -221,58 +222,27 @@ PARTS: dict[str, dict[type, dict[str, str | None]]] = {
 """Values that hold tensors, by field and type; maps their parts to tensors of the call."""
 
 
+_Fields = ParamSpec("_Fields")
+
+
+def _passes_on(make: Callable[_Fields, Call]) -> Callable[Concatenate[Any, _Fields], Any]:
+    """Returns a method with the parameters of `make`, which runs what `make` returns."""
+
+    def call(self: Any, /, *arguments: _Fields.args, **fields: _Fields.kwargs) -> Any:
+        return self.run(make(*arguments, **fields))
+
+    return call
+
+
 class Runner(abc.ABC):
     """Runs calls of a communicator, or of one rank alone."""
 
-    def call(
-        self,
-        *,
-        op: str,
-        source: Tensor | ExpertSum,
-        residual: Tensor | None = None,
-        weight: Tensor | None = None,
-        eps: float = 0.0,
-        weight_bias: float = 0.0,
-        numerics: str = "rounded",
-        algorithm: str = "auto",
-        residual_sharded: bool = False,
-        post_norm: PostNorm | None = None,
-        scale: float = 1.0,
-        quant: Quant | None = None,
-        return_normed: bool = False,
-        num_tokens: int = 0,
-        out: Tensor | None = None,
-        residual_out: Tensor | None = None,
-        quantized_out: Tensor | None = None,
-        scale_out: Tensor | None = None,
-    ) -> Any:
-        """Runs the Call with these fields; returns its results, one tensor or a tuple.
+    call = _passes_on(Call)
+    """Runs the Call with these fields; returns its results, one tensor or a tuple.
 
-        A Dispatcher replaces this method by a C function with the same keywords (csrc/python),
-        which is fastest in this order. It runs repeated calls without creating a Call.
-        """
-        return self.run(
-            Call(
-                op=op,
-                source=source,
-                residual=residual,
-                weight=weight,
-                eps=eps,
-                weight_bias=weight_bias,
-                numerics=numerics,
-                algorithm=algorithm,
-                residual_sharded=residual_sharded,
-                post_norm=post_norm,
-                scale=scale,
-                quant=quant,
-                return_normed=return_normed,
-                num_tokens=num_tokens,
-                out=out,
-                residual_out=residual_out,
-                quantized_out=quantized_out,
-                scale_out=scale_out,
-            )
-        )
+    A Dispatcher replaces this method by a C function with the same keywords (csrc/python), which is
+    fastest in the order of the fields. It runs repeated calls without creating a Call.
+    """
 
     @abc.abstractmethod
     def run(self, call: Call) -> Any:
