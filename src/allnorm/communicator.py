@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from allnorm import policy
 from allnorm.core import arguments, registry, traced
-from allnorm.core.call import Call, Runner
+from allnorm.core.call import Runner
 from allnorm.core.registry import open_communicators
 from allnorm.core.resolve import group_called, resolve_device, resolve_group
 from allnorm.core.shards import row_shard
@@ -143,10 +142,9 @@ class Communicator:
     ) -> Communicator:
         """Returns the communicator of a group and device; creates it, with defaults, if needed.
 
-        Threads that ask for the same one get the same object and must take turns; independent
+        Collective if it creates one. Threads get the same object and must take turns; independent
         threads need a process group each. It is closed by `dist.destroy_process_group()`, or when
         the interpreter exits. The first call after an explicit `close()` creates a new one.
-        Collective if it creates one.
 
         Args:
             group: process group, or DeviceMesh of one dimension; None: the default group.
@@ -189,7 +187,7 @@ class Communicator:
 
     @property
     def traits(self) -> policy.Traits:
-        """The properties that the choice of the algorithm depends on, equal on every rank."""
+        """The properties that algorithms are chosen by, equal on every rank."""
         return self._endpoint.chooser.traits
 
     def _runner(self, x: object) -> Runner:
@@ -284,11 +282,7 @@ class Communicator:
             preallocated. `normed` has all rows, and is None without a weight. Results are
             bit-identical on every rank, for every algorithm and batch.
 
-        Raises:
-            ValueError, TypeError: wrong arguments; raised on every rank.
-            UnsupportedError: the dtype is unsupported, or the algorithm cannot run this shape.
-            PeerTimeoutError: an earlier call (on CPU also this one) timed out waiting for a peer.
-            CommunicatorClosedError: after `close()`.
+        Raises the errors of `all_reduce`.
 
         Collective. Safe in CUDA graphs and under torch.compile. It does not synchronize, and
         allocates only the results ("unfused" also gathers the inputs). For inference: results have
@@ -367,12 +361,8 @@ class Communicator:
             sharded residual have all rows, bit-identical on every rank, for every algorithm and
             batch.
 
-        Raises:
-            ValueError, TypeError: wrong arguments; raised on every rank.
-            UnsupportedError: the dtype is unsupported, the algorithm cannot run this shape, or
-                hidden_size is not a multiple of the group size.
-            PeerTimeoutError: an earlier call (on CPU also this one) timed out waiting for a peer.
-            CommunicatorClosedError: after `close()`.
+        Raises the errors of `all_reduce`, and UnsupportedError if hidden_size is not a multiple of
+        the group size.
 
         Collective. Graphs, tracing, allocation and gradients as for `all_reduce_add_rms_norm`; a
         traced call does not support `scale_out`.
@@ -421,14 +411,9 @@ class Communicator:
             out: preallocated result, [num_tokens, hidden_size].
 
         Returns:
-            [num_tokens, hidden_size], bit-identical on every rank; contiguous unless `out` is
-            given.
+            [num_tokens, hidden_size], contiguous unless `out` is given.
 
-        Raises:
-            ValueError, TypeError: wrong arguments, such as a wrong number of rows.
-            UnsupportedError: the dtype is unsupported, or the algorithm cannot run this shape.
-            PeerTimeoutError: an earlier call (on CPU also this one) timed out waiting for a peer.
-            CommunicatorClosedError: after `close()`.
+        Raises the errors of `all_reduce`, also ValueError for a wrong number of rows.
 
         Collective. Graphs, tracing and allocation as for `all_reduce`.
         """
@@ -442,16 +427,13 @@ class Communicator:
         return result
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:
-        """Returns this rank's rows of a sharded residual. Pure, not collective.
+        """Returns this rank's rows of a sharded residual: `(lo, hi)` means rows lo to hi - 1.
 
         Ranks hold contiguous blocks in rank order; the first `num_tokens % world_size` ranks have
-        one row more.
+        one row more. Pure, not collective.
 
         Args:
             num_tokens: total number of rows: the product of the leading dimensions of `x`.
-
-        Returns:
-            (lo, hi): rows lo to hi - 1. The shard is [hi - lo, hidden_size].
 
         Raises:
             ValueError, TypeError: num_tokens is not an integer >= 0.
@@ -479,7 +461,8 @@ class Communicator:
     ) -> Plan:
         """Returns how a call with a norm would run, or raises what that call would raise.
 
-        Pure, not collective, the same on every rank.
+        Pure, not collective, the same on every rank. `post_norm`, `scale` and `experts` do not
+        affect the algorithm.
 
         Args:
             num_tokens: number of rows, >= 0.
@@ -489,9 +472,9 @@ class Communicator:
             residual_sharded: whether each rank holds only its own rows of the residual.
             return_normed: whether a quantized call returns `normed` too.
             algorithm: the requested algorithm.
-            post_norm: norm before the residual add; does not affect the algorithm.
-            scale: factor of the reduced sum; does not affect the algorithm.
-            experts: whether `x` is an `ExpertSum`; does not affect the algorithm.
+            post_norm: norm before the residual add.
+            scale: factor of the reduced sum.
+            experts: whether `x` is an `ExpertSum`.
 
         Returns:
             The algorithm, the reason in one sentence, the number of launches, and the source of the
@@ -542,29 +525,6 @@ class Communicator:
         """
         return self._endpoint.stats()
 
-    def _parts(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        **options: Any,
-    ) -> dict[str, Callable[[], object]]:
-        """Returns the steps "sums", "exchange" and "rest" of a hierarchical call, for benchmarks.
-
-        All ranks may call each step repeatedly; its result must not be used.
-        """
-        call = Call(
-            op="all_reduce_add_rms_norm",
-            source=x,
-            residual=residual,
-            weight=weight,
-            eps=eps,
-            algorithm="hierarchical",
-            **options,
-        )
-        return self._endpoint.parts(call)
-
     def _use_tables(self, tables: tuple[policy.Table, ...]) -> None:
         """Replaces the tuning tables for later calls; all ranks must do so before the same call."""
         self._endpoint.chooser.use_tables(tables)
@@ -603,18 +563,11 @@ class Communicator:
         self._endpoint.check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        # Modules may be gone at interpreter exit, when the system releases the memory. And the
-        # constructor may have raised.
-        try:
+        try:  # the constructor may have raised, or modules may be gone at interpreter exit
             self.close()
             self._endpoint.destroy()
         except Exception:  # noqa: BLE001
@@ -629,11 +582,7 @@ def communicator(name: str, device_type: str | None = None) -> Communicator:
     """Returns the open communicator called `name`, else that of the process group of this name.
 
     Cached compiled code may run before its communicator exists. Then this creates it, collectively,
-    like `Communicator.for_group`.
-
-    Args:
-        name: `Communicator.name`.
-        device_type: type of its device; None: any.
+    like `Communicator.for_group`. `device_type` None matches any device.
 
     Raises:
         CommunicatorClosedError: there is no open communicator and no process group of this name.

@@ -221,7 +221,8 @@ def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
         return whole
     part, options = name.partition(":")[2], case.options(Mode())
     calls = [
-        comm._parts(x, *rest, **options)[part] for x, rest in zip(case.xs, case.rest(), strict=True)
+        comm._endpoint.parts(x, *rest, **options)[part]
+        for x, rest in zip(case.xs, case.rest(), strict=True)
     ]
     return Arm(name, lambda index: calls[index](), _no_outcome, check=_not_checked)
 

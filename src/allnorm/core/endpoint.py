@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -334,8 +334,22 @@ class Endpoint(Target):
             memory=memory,
         )
 
-    def parts(self, call: Call) -> dict[str, Callable[[], object]]:
-        """Returns the steps of a hierarchical call, as `Communicator._parts`."""
+    def parts(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, **more: Any
+    ) -> dict[str, Callable[[], object]]:
+        """Returns the steps "sums", "exchange" and "rest" of a hierarchical call, for benchmarks.
+
+        All ranks may call each step repeatedly; its result must not be used.
+        """
+        call = Call(
+            op="all_reduce_add_rms_norm",
+            source=x,
+            residual=residual,
+            weight=weight,
+            eps=eps,
+            algorithm="hierarchical",
+            **more,
+        )
         assert self._hierarchy is not None
         prepared = PreparedCall(call, self.choose(call))
         memory = prepared.allocate(call)
