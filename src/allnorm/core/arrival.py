@@ -42,33 +42,20 @@ _REMEMBERED = 4
 
 
 class GivenUp(NamedTuple):
-    """The record of an arrival that ended without a meeting.
+    """The record of an arrival that ended without a meeting."""
 
-    Attributes:
-        nonce: nonce of the arrival.
-        reason: why it ended.
-        seen: nonces of the ranks that it had seen.
-    """
-
-    nonce: str
-    reason: str
-    seen: frozenset[str]
+    nonce: str  # nonce of the arrival
+    reason: str  # why it ended
+    seen: frozenset[str]  # nonces of the ranks that it had seen
 
 
 class Entry(NamedTuple):
-    """The entry of a rank in the store.
+    """The entry of a rank in the store."""
 
-    Attributes:
-        nonce: random number, new for each arrival.
-        process: process of the rank.
-        given_up: records of its latest arrivals that ended without a meeting.
-        seen: digest of all nonces that the rank saw last; empty while a rank is missing.
-    """
-
-    nonce: str
-    process: Process
-    given_up: tuple[GivenUp, ...]
-    seen: str = ""
+    nonce: str  # random number, new for each arrival
+    process: Process  # process of the rank
+    given_up: tuple[GivenUp, ...]  # records of its latest arrivals without a meeting
+    seen: str = ""  # digest of all nonces that the rank saw; empty while a rank is missing
 
     @property
     def reason(self) -> str | None:

@@ -23,46 +23,26 @@ class Call:
     A new argument needs a field here and a keyword in `Runner.call`. A tensor, or a value that
     holds tensors, also needs a line in INPUTS or MEMORY, one in PARTS, and a name in
     csrc/python/arguments.h.
-
-    Attributes:
-        op: name of an operator in core.operators.OPERATORS.
-        source: [..., hidden_size], or an ExpertSum; for all_gather_rows this rank's rows.
-        residual: like the sum; if it is sharded, this rank's rows; or None.
-        weight: [hidden_size]; None: no norm after the residual add.
-        eps: eps of the norm.
-        weight_bias: weight bias of the norm.
-        numerics: rounding mode.
-        algorithm: requested algorithm.
-        residual_sharded: whether each rank holds only its own rows of the residual.
-        post_norm: norm of the sum before the residual add, or None.
-        scale: factor of the reduced sum, or of its post norm.
-        quant: spec of the quantization, or None.
-        return_normed: whether to return normed rows as well as quantized ones.
-        num_tokens: number of rows to gather; 0 for other calls.
-        out: preallocated result in the dtype of `x`, or None.
-        residual_out: preallocated new residual, or None.
-        quantized_out: preallocated quantized rows, or None.
-        scale_out: preallocated scales, or None.
     """
 
-    op: str
-    source: Tensor | ExpertSum
-    residual: Tensor | None = None
-    weight: Tensor | None = None
+    op: str  # name of an operator in core.operators.OPERATORS
+    source: Tensor | ExpertSum  # [..., hidden_size]; for all_gather_rows this rank's rows
+    residual: Tensor | None = None  # like the sum; if sharded, this rank's rows
+    weight: Tensor | None = None  # [hidden_size]; None: no norm after the residual add
     eps: float = 0.0
     weight_bias: float = 0.0
-    numerics: str = "rounded"
-    algorithm: str = "auto"
-    residual_sharded: bool = False
-    post_norm: PostNorm | None = None
-    scale: float = 1.0
-    quant: Quant | None = None
-    return_normed: bool = False
-    num_tokens: int = 0
-    out: Tensor | None = None
-    residual_out: Tensor | None = None
-    quantized_out: Tensor | None = None
-    scale_out: Tensor | None = None
+    numerics: str = "rounded"  # rounding mode
+    algorithm: str = "auto"  # requested algorithm
+    residual_sharded: bool = False  # whether `residual` has only this rank's rows
+    post_norm: PostNorm | None = None  # norm of the sum before the residual add
+    scale: float = 1.0  # factor of the reduced sum, or of its post norm
+    quant: Quant | None = None  # spec of the quantization
+    return_normed: bool = False  # whether to return normed rows as well as quantized ones
+    num_tokens: int = 0  # number of rows to gather; 0 for other calls
+    out: Tensor | None = None  # preallocated result in the dtype of `x`
+    residual_out: Tensor | None = None  # preallocated new residual
+    quantized_out: Tensor | None = None  # preallocated quantized rows
+    scale_out: Tensor | None = None  # preallocated scales
 
     def __post_init__(self) -> None:
         if self.post_norm is not None and not isinstance(self.post_norm, PostNorm):

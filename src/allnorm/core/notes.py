@@ -46,7 +46,7 @@ LEFT = "left"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 LATE = "late"
-CROSSED = "crossed"
+CROSSED = "crossed"  # two of its threads called at once
 # What a failed rank did.
 _TOO_LATE, _STANDS_STILL = "did not come", "stands still within it"
 # A waiting rank refreshes its note about every 0.1 s. After this time without a change it is stuck.
@@ -67,17 +67,11 @@ IsDead = Callable[[int], bool]
 
 
 class Cause(NamedTuple):
-    """The cause of a failure.
+    """The cause of a failure."""
 
-    Attributes:
-        rank: the failed rank; -1: unknown.
-        kind: DIED, LEFT, INTERRUPTED, FAILED, LATE, or CROSSED: two of its threads called at once.
-        why: details; may be empty.
-    """
-
-    rank: int
-    kind: str
-    why: str = ""
+    rank: int  # the failed rank; -1: unknown
+    kind: str  # one of the constants above
+    why: str = ""  # details; may be empty
 
 
 class Notes:
@@ -144,17 +138,11 @@ class _Note(ctypes.Structure):
 
 
 class _Behind(NamedTuple):
-    """A rank that has not done its part of a wait.
+    """A rank that has not done its part of a wait."""
 
-    Attributes:
-        rank: number of the rank.
-        reached: tick of the rank.
-        tick: tick of the wait.
-    """
-
-    rank: int
-    reached: int
-    tick: int
+    rank: int  # number of the rank
+    reached: int  # tick of the rank
+    tick: int  # tick of the wait
 
 
 class SharedNotes(Notes):

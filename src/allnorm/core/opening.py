@@ -50,12 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Checked:
-    """The checked settings of this rank.
-
-    Attributes:
-        islands: None: to be detected.
-        agreed: values that must be equal on every rank, by name.
-    """
+    """The checked settings of this rank."""
 
     device: torch.device
     library: _native.Library
@@ -64,8 +59,8 @@ class _Checked:
     max_blocks: int
     first_op: int
     flags: int
-    islands: islands.Islands | None
-    agreed: dict[str, Any]
+    islands: islands.Islands | None  # None: to be detected
+    agreed: dict[str, Any]  # values that must be equal on every rank, by name
 
 
 def open_endpoint(
@@ -187,21 +182,13 @@ def _open(
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of this rank among islands.
+    """The position of this rank among islands."""
 
-    Attributes:
-        islands: islands of all ranks.
-        meeting: meeting of this rank's island; of all ranks if islands have no memory.
-        memory: memory of this rank's island, or why there is none.
-        backend: the process group's backend for the device.
-        split: why devices of one host form several islands; empty if they do not.
-    """
-
-    islands: islands.Islands
-    meeting: Rendezvous
-    memory: workspace.Workspace
-    backend: str = ""
-    split: str = ""
+    islands: islands.Islands  # islands of all ranks
+    meeting: Rendezvous  # meeting of this rank's island; of all ranks if islands have no memory
+    memory: workspace.Workspace  # memory of this rank's island, or why there is none
+    backend: str = ""  # backend of the process group for the device
+    split: str = ""  # why devices of one host form several islands; empty if not
 
 
 def _find_place(

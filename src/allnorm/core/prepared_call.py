@@ -97,23 +97,14 @@ def as_launch_b(call: _native.Call) -> _native.Call:
 
 
 class Result(NamedTuple):
-    """One result of a call.
+    """One result of a call."""
 
-    Attributes:
-        field: field of Call with the caller's memory for it.
-        name: name of that argument in errors.
-        like: shape, dtype and device.
-        stride: strides of new memory.
-        may_share: field of the input that may be passed as its memory; "" for none.
-        scale: layout of the scales, if it holds scales.
-    """
-
-    field: str
-    name: str
-    like: Like
-    stride: tuple[int, ...]
-    may_share: str = ""
-    scale: ScaleGeometry | None = None
+    field: str  # field of Call with the caller's memory for it
+    name: str  # name of that argument in errors
+    like: Like  # shape, dtype and device
+    stride: tuple[int, ...]  # strides of new memory
+    may_share: str = ""  # input that may be passed as its memory; "" for none
+    scale: ScaleGeometry | None = None  # layout of the scales, if it holds scales
 
     def make(self) -> torch.Tensor:
         """Allocates memory for it."""

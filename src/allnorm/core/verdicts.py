@@ -41,29 +41,18 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a rank's attempt.
+    """The outcome of a rank's attempt."""
 
-    Attributes:
-        obstacle: why it failed; empty if it succeeded.
-        result: text for what it made; equal on ranks that made the same.
-    """
-
-    obstacle: str = ""
-    result: str = ""
+    obstacle: str = ""  # why it failed; empty if it succeeded
+    result: str = ""  # text for what it made; equal on ranks that made the same
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank would do with one reduction of a graph.
+    """What a rank would do with one reduction of a graph."""
 
-    Attributes:
-        action: text for the call that it would insert, equal for equal calls; empty if it would
-            keep the reduction.
-        reason: why it would keep it.
-    """
-
-    action: str = ""
-    reason: str = ""
+    action: str = ""  # text for the call that it would insert; empty: it keeps the reduction
+    reason: str = ""  # why it keeps it
 
 
 class Verdicts:

@@ -24,17 +24,11 @@ SETTLED_SECONDS = 0.3
 
 
 class Process(NamedTuple):
-    """A process of any host.
+    """A process of any host."""
 
-    Attributes:
-        pid: its number in its own namespace.
-        started: its start time as the kernel counts; empty if it cannot be read.
-        namespace: host and namespace in which `pid` is unique; empty if it cannot be read.
-    """
-
-    pid: int
-    started: str
-    namespace: str
+    pid: int  # number in its own namespace
+    started: str  # start time as the kernel counts; empty if it cannot be read
+    namespace: str  # host and pid namespace; empty if they cannot be read
 
     def is_visible_from(self, other: Process) -> bool:
         """Returns whether `other` can find out if this process is alive."""

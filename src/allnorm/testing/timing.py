@@ -27,19 +27,12 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Time per call in microseconds.
-
-    Attributes:
-        p50_us: median.
-        p90_us: 90th percentile.
-        p99_us: 99th percentile.
-        calls: number of timed calls.
-    """
+    """Time per call in microseconds."""
 
     p50_us: float
     p90_us: float
     p99_us: float
-    calls: int
+    calls: int  # number of timed calls
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -162,18 +162,11 @@ def can_run(
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a call on this rank.
-
-    Attributes:
-        case: the call.
-        wrong: what is wrong with its results and the memory around them; "" if nothing is.
-        digest: hash of the results that ranks must agree on; 0 if the call was refused, as a call
-            that cannot run must be.
-    """
+    """The outcome of a call on this rank."""
 
     case: Case
-    wrong: str
-    digest: int
+    wrong: str  # what is wrong with results and memory; "" if nothing is
+    digest: int  # hash of the results that ranks must agree on; 0 if the call was refused
 
 
 def outcomes(

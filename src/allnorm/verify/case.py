@@ -44,19 +44,12 @@ def _expression(value: Any) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """The layout of the rows of a tensor in memory that is filled with other numbers.
+    """The layout of the rows of a tensor in memory that is filled with other numbers."""
 
-    Attributes:
-        pad: elements between two rows.
-        offset: elements before the first row.
-        reverse: whether the leading dimensions are in reverse order.
-        expand: whether all rows are the same row, with stride 0.
-    """
-
-    pad: int = 0
-    offset: int = 0
-    reverse: bool = False
-    expand: bool = False
+    pad: int = 0  # elements between two rows
+    offset: int = 0  # elements before the first row
+    reverse: bool = False  # whether the leading dimensions are in reverse order
+    expand: bool = False  # whether all rows are the same row, with stride 0
 
     __repr__ = _expression
 
@@ -107,21 +100,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Experts:
-    """The rows of experts in place of `x`.
+    """The rows of experts in place of `x`."""
 
-    Attributes:
-        top_k: number of rows per token.
-        weighted: whether rows have weights.
-        shared: whether there is a shared expert.
-        indexed: whether an index selects rows; each rank then has a different number of rows.
-        absent: share of the choices for which a rank has no row, with an index.
-    """
-
-    top_k: int = 2
-    weighted: bool = True
-    shared: bool = False
-    indexed: bool = True
-    absent: float = 0.3
+    top_k: int = 2  # rows per token
+    weighted: bool = True  # whether rows have weights
+    shared: bool = False  # whether there is a shared expert
+    indexed: bool = True  # whether an index selects rows; each rank then has a different number
+    absent: float = 0.3  # with an index, the share of choices without a row on this rank
 
     def __call__(self, case: Case, rank: int) -> allnorm.ExpertSum:
         """Returns the input of one rank."""

@@ -26,27 +26,16 @@ Cases = tuple[Case, ...]
 
 @dataclass(frozen=True)
 class Corner:
-    """Calls that are special in the same way.
+    """Calls that are special in the same way."""
 
-    Attributes:
-        check: check of `allnorm verify` that makes them.
-        cases: the calls.
-        cpu: numbers of CPU ranks in tests.
-        gpu: numbers of GPUs in tests.
-        islands: islands of the communicator; None: one island.
-        workspace_bytes: workspace of the communicator; None: the default.
-        pieces: whether calls must take more than one launch.
-        policy: constants of `allnorm.policy` to set for the calls.
-    """
-
-    check: str
+    check: str  # check of `allnorm verify` that makes the calls
     cases: Cases
-    cpu: Sequence[int] = (2, 3)
-    gpu: Sequence[int] = (2, 8)
-    islands: tuple[tuple[int, ...], ...] | None = None
-    workspace_bytes: int | None = None
-    pieces: bool = False
-    policy: tuple[tuple[str, int], ...] = ()
+    cpu: Sequence[int] = (2, 3)  # numbers of CPU ranks in tests
+    gpu: Sequence[int] = (2, 8)  # numbers of GPUs in tests
+    islands: tuple[tuple[int, ...], ...] | None = None  # None: one island
+    workspace_bytes: int | None = None  # None: the default
+    pieces: bool = False  # whether calls must take more than one launch
+    policy: tuple[tuple[str, int], ...] = ()  # constants of `allnorm.policy` to set for the calls
 
 
 def every(**axes: Any) -> Cases:
