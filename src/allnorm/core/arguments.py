@@ -53,9 +53,7 @@ def check_alike(call: Call, device: torch.device) -> None:
 def check_own(call: Call, shard: tuple[int, int] | None) -> None:
     """Raises for errors that may occur on this rank only: of strides and numbers of rows.
 
-    Args:
-        call: a call that passed `check_alike`.
-        shard: this rank's rows (lo, hi), if rows have owners.
+    `call` has passed `check_alike`; `shard` are this rank's rows, if rows have owners.
     """
     if call.op == "all_gather_rows":
         check_like("residual_shard", call.x, Like.rows(call.x, shard, "num_tokens"))

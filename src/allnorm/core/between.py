@@ -61,14 +61,7 @@ class GroupExchange:
     With NCCL the host does not wait for an exchange, but a watchdog thread does: NCCL itself would
     wait forever for a lost rank, and torch's own watchdog aborts the process.
 
-    Args:
-        store: store for this group alone, see `own_store`.
-        rank: index of this rank among the ranks that exchange.
-        size: number of these ranks.
-        device: device of the tensors.
-        backend: one of BACKENDS.
-        timeout: the communicator's timeout.
-        purpose: name of the exchange in errors.
+    `rank` and `size` count the ranks that exchange. `purpose` names the exchange in errors.
 
     Attributes:
         ranks: numbers of the ranks that exchange, in the communicator.

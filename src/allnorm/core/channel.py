@@ -99,11 +99,7 @@ def create(
 ) -> Channel:
     """Creates the channel of a communicator. Collective.
 
-    Args:
-        meeting: meeting of all ranks.
-        own_handle: handle of the communicator if it uses the CPU library, else 0.
-        memory: memory of the communicator.
-        timeout_ns: timeout of waits.
+    `own_handle` is the handle of the communicator if it uses the CPU library, else 0.
     """
     if own_handle:
         return _LibraryChannel(meeting, own_handle, memory)

@@ -78,13 +78,8 @@ def move_results(
 ) -> None:
     """Makes a C call write its results from `row` on, and its residual from `residual_row` on.
 
-    Args:
-        prepared: the prepared call.
-        call: its C call, or a copy.
-        saved: addresses of row 0, see `results_of`.
-        row: index among all rows.
-        residual_row: index among the rows that this rank holds.
-        width: bytes per element.
+    `row` counts all rows, `residual_row` those that this rank holds. `saved` holds the addresses of
+    row 0, and `width` is the number of bytes per element.
     """
     moves = [
         ("residual", residual_row, call.residual_stride, width),

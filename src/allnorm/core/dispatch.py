@@ -82,7 +82,6 @@ class Dispatcher(Runner):
         lock: held while `function` runs, if several threads may call.
 
     Attributes:
-        call: as in Runner; csrc/python runs the calls that it recognizes.
         fast: the functions of csrc/python for this dispatcher; its owner closes them.
     """
 

@@ -56,14 +56,7 @@ class Stats:
 
 
 class Endpoint(Target):
-    """One rank's end of a communicator: runs its calls, one thread at a time.
-
-    Attributes:
-        chooser: chooses algorithms.
-        dispatcher: receives the calls.
-        failure: the failure state.
-        name, number, rank, world_size, device, timeout: as in Opened.
-    """
+    """One rank's end of a communicator: runs its calls, one thread at a time."""
 
     def __init__(self, opened: Opened, chooser: Chooser) -> None:
         self.name, self.number = opened.name, opened.number
@@ -176,15 +169,11 @@ class Endpoint(Target):
                     Refusal(self.device).run(self._library, self._handle)
 
     def refuse(self, error: Exception, algorithm: str) -> None:
-        """Tells the peers that this rank refuses a call that they may make.
+        """Tells the peers that this rank refuses a call, with this error, that they may make.
 
         This is for errors that may occur on one rank only, before the call starts. Ranks that all
         refuse stay in step; a rank that does not refuse raises at once. Errors that every rank
         raises need no message.
-
-        Args:
-            error: error that this rank will raise.
-            algorithm: algorithm of the call.
         """
         if self.world_size == 1 or self.closed:
             return

@@ -68,7 +68,6 @@ class Failure:
         abandon: aborts this rank's part of a call that cannot be finished.
 
     Attributes:
-        notes: record of which rank waits for which.
         watch: watch of the peers' processes; None for one rank.
         refused: error with which this rank last refused a call.
     """

@@ -32,12 +32,7 @@ _ACCOUNT_SECONDS = 2.0
 
 
 def account_of(fault: _native.Fault, calls: Sequence[Announcement]) -> Account:
-    """Returns this rank's account of the call of a fault.
-
-    Args:
-        fault: the recorded fault.
-        calls: calls that may have caused it; several may match the fault.
-    """
+    """Returns this rank's account of the call of a fault, which may be any of `calls`."""
     announced = tag_fields(fault.expected_shape, fault.expected_tokens)
     alike = [call for call in calls if _looks_like(call, announced)]
     # Each launch of a call in chunks announces only the rows of its chunk.
@@ -61,13 +56,8 @@ def _looks_like(call: Announcement, announced: dict[str, str]) -> bool:
 def ask(group: dist.ProcessGroup, name: str, fault: _native.Fault, own: Account) -> Account:
     """Publishes this rank's account of its call; returns the peer's, or {} without an answer.
 
-    Bounded in time: a peer may be busy, and on CUDA it may not have noticed yet.
-
-    Args:
-        group: group of the communicator.
-        name: key of the communicator, see Opened.
-        fault: fault with status DIVERGED.
-        own: account of this rank.
+    Bounded in time: a peer may be busy, and on CUDA it may not have noticed yet. `name` is the key
+    of the communicator, see Opened.
     """
     key = f"allnorm/fault/{name}/{fault.expected_op}"
     theirs = f"{key}/{fault.peer}"
@@ -108,12 +98,7 @@ def fault_error(
 ) -> PeerTimeoutError:
     """Returns the error for a fault: who waited for whom, for what, and what was seen instead.
 
-    Args:
-        fault: the recorded fault.
-        timeout: timeout of the communicator.
-        own: account of this rank.
-        seen: account of the peer; {} if unknown.
-        watch: watch of the peers' processes.
+    `own` and `seen` are the accounts of this rank and of the peer.
     """
     expected = _describe(fault.expected_op, fault.expected_shape, fault.expected_tokens, own)
     # Memory without an announcement holds NO_SHAPE, or zeros.

@@ -146,12 +146,7 @@ class _Behind(NamedTuple):
 
 
 class SharedNotes(Notes):
-    """Notes in shared memory.
-
-    Args:
-        addresses: address of every rank's note, initially zeros.
-        rank: this rank.
-    """
+    """Notes in shared memory, initially zeros, at an address for every rank."""
 
     def __init__(self, addresses: Sequence[int], rank: int) -> None:
         self._rank = rank
@@ -313,10 +308,8 @@ class SharedNotes(Notes):
 class StoreNotes(Notes):
     """Notes in the store of the process group, between hosts.
 
-    Args:
-        store: store of the group; may block, or raise after its process has exited.
-        prefix: prefix of the keys, unique to this communicator.
-        rank: this rank.
+    The store may block, or raise after its process has exited. No other communicator uses keys with
+    this prefix.
     """
 
     def __init__(self, store: Any, prefix: str, rank: int) -> None:

@@ -21,42 +21,28 @@ from allnorm.errors import CommunicatorClosedError
 
 @dataclass(eq=False)
 class Opened:
-    """The parts of one rank's end of a communicator.
+    """The parts of one rank's end of a communicator."""
 
-    Attributes:
-        name: name of the communicator, equal on every rank.
-        number: equal on every rank; higher than that of every earlier communicator of a group with
-            this name and device type.
-        key: unique key of the communicator, equal on every rank.
-        group: returns the process group; None after close() and after the group was destroyed. The
-            reference is weak: a strong one would keep gloo alive until the interpreter exits, which
-            then aborts.
-        workspace: workspaces of all ranks of an island.
-        handle: native communicator; 0 if ranks cannot exchange directly.
-        channel: channel on which ranks announce unfused calls; None for one rank.
-        hierarchy: this rank's position among several islands. Then `workspace` and `handle` belong
-            to its island. None with one island, or if hierarchical calls cannot run.
-        connection: process group of unfused calls; None for one rank.
-        closed: whether calls are refused.
-        process: process that opened the communicator.
-    """
-
-    name: str
+    name: str  # equal on every rank
+    # equal on every rank; higher than that of every earlier communicator of a group with this name
     number: int
-    key: str
+    key: str  # unique; equal on every rank
+    # Returns the process group; None after close() and after the group was destroyed. A strong
+    # reference would keep gloo alive until the interpreter exits, which then aborts.
     group: Callable[[], dist.ProcessGroup | None]
     rank: int
     world_size: int
     device: torch.device
     timeout: datetime.timedelta
     library: _native.Library
-    workspace: Workspace
-    handle: int = 0
-    channel: Channel | None = None
+    workspace: Workspace  # workspaces of all ranks of an island
+    handle: int = 0  # native communicator; 0 if ranks cannot exchange directly
+    channel: Channel | None = None  # for announcements of unfused calls; None for one rank
+    # this rank's position among several islands; workspace and handle are then those of its island
     hierarchy: Hierarchy | None = None
-    connection: Connection | None = None
-    closed: bool = False
-    process: int = field(default_factory=os.getpid)
+    connection: Connection | None = None  # for unfused calls; None for one rank
+    closed: bool = False  # whether calls are refused
+    process: int = field(default_factory=os.getpid)  # process that opened the communicator
 
     def check_open(self) -> None:
         """Raises CommunicatorClosedError after close(), and in a fork."""

@@ -70,12 +70,9 @@ def open_endpoint(
 ) -> Endpoint:
     """Opens this rank's end of a communicator. Collective; every rank raises if one does.
 
-    Args:
-        group: the ranks.
-        settings: settings of this rank.
-        last_number: returns for a device the highest number of this process's communicators of a
-            group with this name, and whether the new one may have the group's name. It gets that
-            name only if all ranks allow it.
+    `last_number` returns for a device the highest number of this process's communicators of a group
+    with this name, and whether the new one may have the group's name. It gets that name only if all
+    ranks allow it.
     """
     with Rendezvous(group, _wait_seconds(settings.timeout)) as meeting:
         return _open(meeting, group, settings, last_number)

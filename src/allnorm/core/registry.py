@@ -43,10 +43,6 @@ def opening(
 ) -> Iterator[Callable[[torch.device], tuple[int, bool]]]:
     """Keeps two threads from opening communicators of one group at the same time.
 
-    Args:
-        group: ranks of the new communicator.
-        named_as_group: whether it should have the group's name.
-
     Yields:
         A function of the device. It returns the number of the last communicator of a group with
         this name, and whether the new one may have the group's name. It raises AllnormError if

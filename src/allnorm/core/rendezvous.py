@@ -320,9 +320,7 @@ def _check_processes(ids: Sequence[str]) -> None:
 class Mailbox:
     """Exchanges among the ranks of a meeting after it has ended, through keys of the same store.
 
-    Attributes:
-        seconds: time limit of an exchange.
-        calls: number of exchanges so far.
+    An exchange takes at most `seconds`; `calls` counts the exchanges.
     """
 
     def __init__(self, meeting: Rendezvous, seconds: float) -> None:
@@ -333,10 +331,7 @@ class Mailbox:
     def exchange(self, value: Any, dead: Collection[int], look: Look) -> list[Any]:
         """Returns every rank's value, by rank. Collective.
 
-        Args:
-            value: this rank's value, picklable.
-            dead: ranks that are known to have exited.
-            look: raises to end the wait.
+        `dead` are the ranks that are known to have exited; `look` raises to end the wait.
         """
         what = "announcing an unfused call"
         keys = [f"{self._prefix}/{self.calls}/{rank}" for rank in range(self._world_size)]

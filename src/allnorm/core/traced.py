@@ -23,10 +23,7 @@ _Tensor = torch.Tensor
 class Operators(Runner):
     """Runs each call as a torch operator, for tracers that see only operators.
 
-    Args:
-        name: name of the communicator; "" for calls of one rank alone.
-        rank: this rank.
-        world_size: number of ranks.
+    `name` is the name of the communicator; "" for calls of one rank alone.
     """
 
     def __init__(self, name: str = "", rank: int = 0, world_size: int = 1) -> None:

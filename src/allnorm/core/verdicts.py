@@ -56,13 +56,9 @@ class Step:
 
 
 class Verdicts:
-    """The verdicts of one group.
+    """The verdicts of one group, in a `torch.distributed.Store` that all of its ranks have.
 
-    Args:
-        store: a `torch.distributed.Store` of all ranks of the group.
-        rank: rank in the group.
-        world_size: number of ranks of the group.
-        patience_s: how long ranks wait for each other.
+    Ranks wait `patience_s` for each other.
     """
 
     def __init__(
@@ -79,9 +75,7 @@ class Verdicts:
     def decide(self, question: str, mine: Answer) -> str:
         """Decides whether all ranks do what this one attempted; bounded in time.
 
-        Args:
-            question: text for the attempt, equal on ranks that mean the same.
-            mine: outcome of the attempt.
+        Ranks that attempt the same use the same text as `question`; `mine` is the outcome.
 
         Returns:
             Why no rank does it, equal on all ranks that ask; empty if all do.

@@ -269,15 +269,9 @@ def specs(hidden_size: int, where: torch.device | str = "cpu") -> list[Quant]:
 class Cases:
     """Draws random cases from everything that the API offers.
 
-    Each value of a field is drawn before any is drawn again, so that a hundred cases reach all.
-
-    Args:
-        rng: generator, in the same state on all ranks.
-        where: device of given scales.
-        max_elems: maximum product of tokens and columns.
-        tokens: numbers of rows.
-        hidden_sizes: numbers of columns.
-        algorithms: requested algorithms; by default "auto" and those of one island.
+    Every value of a field is drawn before any is drawn again, so that a hundred cases reach all.
+    The state of `rng` is equal on all ranks. No case has more than `max_elems` elements. Given
+    scales are on the device `where`.
     """
 
     def __init__(

@@ -73,24 +73,14 @@ class Layout:
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """The memory of the tensors of a call.
+    """The memory of the tensors of a call."""
 
-    Attributes:
-        x: layout of this rank's rows.
-        residual: layout of the residual.
-        weight_offset: elements before the weights.
-        out: memory for normed or reduced rows: "new", memory of the caller ("own"), or "x".
-            Quantized rows and their scales use memory of the caller unless it is "new".
-        residual_out: memory for the new residual: "new", "own", or "residual".
-        results: layout of the caller's memory for results.
-    """
-
-    x: Layout = Layout()
-    residual: Layout = Layout()
-    weight_offset: int = 0
-    out: str = "new"
-    residual_out: str = "new"
-    results: Layout = Layout()
+    x: Layout = Layout()  # layout of this rank's rows
+    residual: Layout = Layout()  # layout of the residual
+    weight_offset: int = 0  # elements before the weights
+    out: str = "new"  # for normed or reduced rows: "new" memory, the caller's ("own"), or "x"
+    residual_out: str = "new"  # for the new residual: "new", "own", or "residual"
+    results: Layout = Layout()  # layout of the caller's memory for results, quantized ones too
 
     __repr__ = _expression
 
@@ -132,44 +122,31 @@ class Experts:
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """A call and its inputs, which depend only on these values, on every rank.
+    """A call and its inputs, which depend only on these values, on every rank."""
 
-    Attributes:
-        shape: shape of `x`; for "all_gather_rows" the shape of all rows.
-        residual: whether there is a residual.
-        float32_weight: whether the weight is float32 instead of `dtype`.
-        kind: kind of values: "normal", one of VALUES, "equal_rows", or "word 0x..." for tensors
-            that repeat one word.
-        call: number of the call, which makes its values distinct.
-        return_normed: whether a quantized call returns the normed rows too.
-        sharded: whether each rank holds only its own rows of the residual.
-        post_norm: whether there is a post norm.
-        second_norm: whether there is a norm after the residual add.
-        experts: returns the ExpertSum of a rank, in place of `x`; or None.
-        op: "norm", "all_reduce", "all_gather_rows", or "local", a norm of the rows of rank 0.
-        put: numbers at given places: (tensor, index, number) each. Tensors are "weight",
-            "residual", and "x0" for the rows of rank 0.
-        memory: memory of the tensors.
-    """
-
-    shape: tuple[int, ...] = (3, 4096)
+    shape: tuple[int, ...] = (3, 4096)  # shape of `x`; for "all_gather_rows" of all rows
     dtype: torch.dtype = torch.bfloat16
     residual: bool = True
-    float32_weight: bool = False
+    float32_weight: bool = False  # whether the weight is float32 instead of `dtype`
     weight_bias: float = 0.0
     eps: float = 1e-6
     numerics: str = "rounded"
     algorithm: str = "auto"
+    # kind of values: "normal", one of VALUES, "equal_rows", or "word 0x..." for one repeated word
     kind: str = "normal"
-    call: int = 0
+    call: int = 0  # number of the call, which makes its values distinct
     quant: Quant | None = None
-    return_normed: bool = False
-    sharded: bool = False
+    return_normed: bool = False  # whether a quantized call returns the normed rows too
+    sharded: bool = False  # whether each rank holds only its own rows of the residual
     post_norm: bool = False
     scale: float = 1.0
-    second_norm: bool = True
+    second_norm: bool = True  # whether there is a norm after the residual add
+    # returns the ExpertSum of a rank, in place of `x`
     experts: Callable[[Case, int], allnorm.ExpertSum] | None = None
+    # "norm", "all_reduce", "all_gather_rows", or "local", a norm of the rows of rank 0
     op: str = "norm"
+    # numbers at given places: (tensor, index, number) each. Tensors are "weight", "residual", and
+    # "x0" for the rows of rank 0.
     put: tuple[tuple[str, Any, float], ...] = ()
     memory: Memory = Memory()
 
@@ -377,12 +354,8 @@ class Case:
     ) -> Results:
         """Makes the call on tensors other than the case's; returns before CUDA has run it.
 
-        Args:
-            comm: the communicator.
-            x: this rank's partial sum, [num_tokens, hidden_size].
-            residual: all rows of the residual; a sharded call takes this rank's.
-            weight: weight of both norms.
-            out: preallocated results, by the argument names of the method.
+        `residual` has all rows, also for a sharded call. `weight` is that of both norms. `out` are
+        preallocated results, by the argument names of the method.
         """
         given: Any = x if self.experts is None else _as_experts(x)
         if self.op == "all_gather_rows":
