@@ -91,24 +91,8 @@ def add_rms_norm_quant(
         scale = normed.float().abs().amax(-1, keepdim=True) / 448
         quantized = (normed.float() / scale).to(torch.float8_e4m3fn)
 
-    Args:
-        x: as for `add_rms_norm`.
-        residual: like `x`, or None.
-        weight: [hidden_size], dtype of `x` or float32.
-        eps: added to the mean square, as float32.
-        quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`.
-        return_normed: whether to return the rows before quantization too.
-        weight_bias: added to the weight in float32.
-        numerics: "rounded", "unrounded", "transformers" or "vllm".
-        post_norm: norm of `x` before the residual add.
-        scale: factor of `x`, or of its post norm.
-
-    Returns:
-        QuantizedNorm(quantized, scale, residual, normed).
-
-    Raises:
-        ValueError, TypeError, UnsupportedError: wrong arguments.
-        NativeLibraryError: the backend's library is missing.
+    `quant`, `return_normed` and the results are as for
+    `Communicator.all_reduce_add_rms_norm_quant`; other arguments and errors as for `add_rms_norm`.
 
     Not collective. Safe in CUDA graphs and under torch.compile.
     """

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
 from allnorm.names import SWIZZLED
-from allnorm.post_norm import PostNorm
 from allnorm.quant import (
     DEFAULT_QUANT,
     DTYPE,
@@ -141,27 +140,14 @@ def add_rms_norm_quant(
     eps: float,
     quant: Quant = DEFAULT_QUANT,
     return_normed: bool = False,
-    *,
-    weight_bias: float = 0.0,
-    numerics: str | None = "rounded",
-    post_norm: PostNorm | None = None,
-    scale: float = 1.0,
+    **options: Any,
 ) -> QuantizedNorm:
     """Runs `add_rms_norm`, then `quantize` of its first result: steps 2 to 6 for a reduced `x`.
 
-    For arguments and errors see these two. With `return_normed` the rows before quantization are
-    returned too.
+    For arguments, options and errors see these two. With `return_normed` the rows before
+    quantization are returned too.
     """
-    normed, total = add_rms_norm(
-        x,
-        residual,
-        weight,
-        eps,
-        weight_bias=weight_bias,
-        numerics=numerics,
-        post_norm=post_norm,
-        scale=scale,
-    )
+    normed, total = add_rms_norm(x, residual, weight, eps, **options)
     _check_normed(normed)
     return QuantizedNorm(*quantize(normed, quant), total, normed if return_normed else None)
 
@@ -174,43 +160,23 @@ def all_reduce_add_rms_norm_quant(
     quant: Quant = DEFAULT_QUANT,
     return_normed: bool = False,
     *,
-    weight_bias: float = 0.0,
-    numerics: str | None = "rounded",
-    algorithm: str = "auto",
-    residual_sharded: bool = False,
     quantized_out: Tensor | None = None,
     scale_out: Tensor | None = None,
-    residual_out: Any = None,
     normed_out: Tensor | None = None,
-    post_norm: PostNorm | None = None,
-    scale: float = 1.0,
-    islands: Sequence[Sequence[int]] | None = None,
+    **options: Any,
 ) -> QuantizedNorm:
     """Runs `all_reduce_add_rms_norm`, then `quantize` of its first result: all steps.
 
-    For arguments and errors see these two. With `return_normed` or `normed_out` the rows before
-    quantization are returned too. `quantized_out`, `scale_out`, `residual_out` and `normed_out`
-    receive the results.
+    For arguments, options and errors see these two. With `return_normed` or `normed_out` the rows
+    before quantization are returned too. `quantized_out`, `scale_out` and `normed_out` receive the
+    results.
 
     Returns:
         `QuantizedNorm(quantized, scale, residual, normed)`. With `residual_sharded`, `residual` is
         the list of all ranks' shards.
     """
     check_quant(quant)
-    normed, total = all_reduce_add_rms_norm(
-        inputs,
-        residual,
-        weight,
-        eps,
-        weight_bias=weight_bias,
-        numerics=numerics,
-        algorithm=algorithm,
-        residual_sharded=residual_sharded,
-        residual_out=residual_out,
-        post_norm=post_norm,
-        scale=scale,
-        islands=islands,
-    )
+    normed, total = all_reduce_add_rms_norm(inputs, residual, weight, eps, **options)
     _check_normed(normed)
     quantized, scales = quantize(normed, quant)
     kept = normed if return_normed else None

@@ -64,22 +64,7 @@ def run_ranks(
 ) -> list[Any]:
     """Runs `fn(rank, world_size, *args, **kwargs)` in `world_size` new processes.
 
-    Args:
-        fn: a function at the top level of an importable module.
-        world_size: number of ranks.
-        device: "cpu" (gloo) or "cuda" (rank r on GPU r; gloo for CPU tensors, NCCL for CUDA).
-        args: positional arguments, picklable.
-        kwargs: keyword arguments, picklable.
-        timeout: seconds for the whole call; then every rank is killed.
-        on_message: called in this process with `(rank, message)` for each `report(message)`.
-        share_gpus: see `RankPool`.
-
-    Returns:
-        The results of `fn` (picklable), in rank order.
-
-    Raises:
-        RankError: a rank raised an error, died or timed out; the message has their tracebacks.
-        ValueError: the device is unknown, or there are too few GPUs.
+    Arguments, results and errors are those of `RankPool` and its `run`.
     """
     with RankPool(world_size, device, timeout=timeout, share_gpus=share_gpus) as pool:
         return pool.run(fn, *args, kwargs=kwargs, on_message=on_message)
@@ -105,7 +90,7 @@ class RankPool:
 
     Args:
         world_size: number of ranks.
-        device: "cpu" or "cuda", see `run_ranks`.
+        device: "cpu" (gloo) or "cuda" (rank r on GPU r; gloo for CPU tensors, NCCL for CUDA).
         timeout: default time limit of `run` in seconds.
         share_gpus: allow more ranks than GPUs. Rank r then runs on GPU r modulo the number of GPUs,
             with gloo for CUDA tensors too. Ranks of one GPU run one at a time, so a call takes

@@ -314,7 +314,7 @@ class Cases:
             post_norm=self._rng.random() < 0.25,
             scale=self._deal("scale", (1.0,) * 6 + (0.22, -1.5)),
             second_norm=self._rng.random() < 0.7,
-            experts=self._deal("experts", _NO_EXPERTS + _EXPERTS),
+            experts=self._deal("experts", _NO_EXPERTS + EXPERTS),
         ).possible()
 
     def draw_any(self) -> Case:
@@ -376,11 +376,11 @@ class Cases:
         return deck.pop(self._rng.randrange(len(deck)))
 
 
-_EXPERTS = (
-    *(Experts(1), Experts(2, False, True), Experts(8, True, True)),
-    *(Experts(16, indexed=False), Experts(3, False, indexed=False), Experts(1, False, True, False)),
-)
-_NO_EXPERTS = (None,) * (6 * len(_EXPERTS))
+EXPERTS: list[Any] = [
+    *(Experts(1), Experts(2, False, True), Experts(8, True, True), Experts(1, False, True, False)),
+    *(Experts(16, indexed=False), Experts(3, False, indexed=False)),
+]
+_NO_EXPERTS = [None] * (6 * len(EXPERTS))
 
 
 CHANGES: tuple[dict[str, Any], ...] = (

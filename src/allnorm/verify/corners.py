@@ -18,7 +18,7 @@ import allnorm
 from allnorm.names import ALGORITHMS, BETWEEN_ISLANDS, FUSED, NUMERICS
 from allnorm.testing import DTYPES, SENTINEL_WORDS
 from allnorm.testing.rank import device
-from allnorm.verify.calls import SCALE_NAMES, specs
+from allnorm.verify.calls import EXPERTS, SCALE_NAMES, specs
 from allnorm.verify.case import VALUES, Case, Experts, Layout, Memory
 
 Cases = tuple[Case, ...]
@@ -110,10 +110,6 @@ CHANGES: list[dict[str, Any]] = [
     {"post_norm": True, "second_norm": False},
     {"scale": 0.22},
     {"post_norm": True, "scale": -1.5, "second_norm": False},
-]
-EXPERTS = [
-    *(Experts(1), Experts(2, False, True), Experts(8, True, True), Experts(1, False, True, False)),
-    *(Experts(16, indexed=False), Experts(3, False, indexed=False)),
 ]
 VARIANTS: list[dict[str, Any]] = [
     *({}, *CHANGES, {"experts": EXPERTS[1]}, {"experts": EXPERTS[4]}, {"sharded": True}),

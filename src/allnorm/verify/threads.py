@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import datetime
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import allnorm
+from allnorm.core.threads import start
 from allnorm.islands import of_size
 from allnorm.testing import gather, report
 from allnorm.verify.calls import TOKENS, Cases, algorithms
@@ -110,27 +109,15 @@ class _Round:
 
     def run(self, recorder: Recorder, figures: Counter[str]) -> None:
         """Runs all threads to their end; records their calls in the order of communicators."""
-        errors: list[BaseException] = []
-
-        def guarded(body: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
-                try:
-                    body()
-                except BaseException as error:  # noqa: BLE001 - raised below
-                    errors.append(error)
-
-            return run
-
         mine = [driver for driver in self._drivers if driver.comm is not None]
-        started = [threading.Thread(target=guarded(driver.run)) for driver in mine]
         rounds = self._rng.randint(20, 100)
-        user = threading.Thread(target=guarded(lambda: self._use_group(rounds)))
-        for thread in (*started, user):
-            thread.start()
-        for thread in (*started, user):
+        bodies = [*(driver.run for driver in mine), lambda: self._use_group(rounds)]
+        started = [start(body) for body in bodies]
+        for thread, _, _ in started:
             thread.join()
-        if errors:
-            raise errors[0]
+        for _, _, errors in started:
+            if errors:
+                raise errors[0]
         for driver in self._drivers:
             driver.finish(recorder, figures)
 
