@@ -451,8 +451,8 @@ def test_a_timeout_tells_whether_the_peer_has_begun(begun: bool) -> None:
     fault.expected_tokens = fault.seen_tokens = 4
     fault.expected_shape = fault.seen_shape = 2 << 20 | 64
     text = str(faults.fault_error(fault, TIMEOUT, {}, {}))
-    assert ("Rank 1 has begun this operation" in text) == begun
-    assert ("Rank 1 has not begun this operation" in text) != begun
+    assert ("Rank 1 has started this operation" in text) == begun
+    assert ("Rank 1 has not started this operation" in text) != begun
     assert "GPU" in text
     fault.status = _native.DIVERGED
     assert "GPU" not in str(faults.fault_error(fault, TIMEOUT, {}, {}))
