@@ -40,7 +40,7 @@ _in_graphs: list[Any] = []
 # Groups that a thread is aborting.
 _ending: list[list[Any]] = []
 # Exchanges that may still have a group.
-_living: weakref.WeakSet[GroupExchange] = weakref.WeakSet()
+_exchanges: weakref.WeakSet[GroupExchange] = weakref.WeakSet()
 
 
 class GroupError(RuntimeError):
@@ -94,7 +94,7 @@ class GroupExchange:
         # ended by then, or they abort it.
         self._groups: list[Any] = [made]
         self._end = weakref.finalize(self, self._groups.clear)
-        _living.add(self)
+        _exchanges.add(self)
         self._late = _Late(weakref.ref(self), timeout.total_seconds())
         # The first exchange connects the ranks. It must not count towards the deadline of a call,
         # and cannot be captured.
@@ -323,7 +323,7 @@ def segments(islands: Islands, bounds: Sequence[tuple[int, int]]) -> list[tuple[
 
 def _leave_to_parent() -> None:
     """Keeps groups forever in a child of fork(): destroying them waits for the parent's threads."""
-    for groups in [_in_graphs, *_ending, *(exchange._groups for exchange in _living)]:
+    for groups in [_in_graphs, *_ending, *(exchange._groups for exchange in _exchanges)]:
         for group in groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         groups.clear()

@@ -78,15 +78,17 @@ def new(
         handle: first argument of `function`, if it has one.
         lock: held while `function` runs, if given.
     """
-    functions = _library()
-    if function is None or functions is None or shortcuts.fast_empty(device) is None:
+    library = _library()
+    if function is None or library is None or shortcuts.fast_empty(device) is None:
         return FastCall(missed, lambda prepared: None, lambda: None, lambda: None, lambda: 0)
     of_device: tuple[Any, ...] = (None, None, None)
     if device.type == "cuda":
         of_device = (device.index, shortcuts.current_device, shortcuts.current_raw_stream)
     locking = (None, None) if lock is None else (lock.acquire, lock.release)
     address = ctypes.cast(function, _pointer).value
-    return FastCall(*functions.new(address, handle, missed, failed, *locking, *of_device))
+    return FastCall(
+        *library.allnorm_fast_call_new(address, handle, missed, failed, *locking, *of_device)
+    )
 
 
 def keep(fast: FastCall, prepared: PreparedCall, call: Call, memory: Memory) -> None:
@@ -99,9 +101,9 @@ def keep(fast: FastCall, prepared: PreparedCall, call: Call, memory: Memory) -> 
 
 def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
     """Returns the argument of `FastCall.keep`; None if such calls cannot be repeated."""
-    functions = _library()
+    library = _library()
     native = prepared.repeatable(call, memory)
-    if functions is None or native is None:
+    if library is None or native is None:
         return None
     if not _COMPARABLE.issuperset(map(type, call.constants)):
         return None
@@ -134,7 +136,7 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
     has_version = any(t is not None and not t.is_inference() for t in call.memory)
     overwrite = shortcuts.version_counter() if has_version else None
     given, aligns, spans = zip(*operands, strict=True)
-    return functions.prepare(
+    return library.allnorm_fast_call_prepare(
         *(ctypes.addressof(native), shortcuts.alike(once), grad_enabled, overwrite),
         *(call.values, tuple(results)),
         *((ctypes.c_uint8 * len(given))(*given), (ctypes.c_uint8 * len(aligns))(*aligns)),
@@ -163,21 +165,21 @@ def _operand(call: Call, prepared: PreparedCall, field: str) -> tuple[int, int, 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """Makes every call of this process run in Python, where it can be observed."""
-    functions = _library()
-    if functions is not None:
-        functions.watch(1)
+    library = _library()
+    if library is not None:
+        library.allnorm_fast_call_watch(1)
     try:
         yield
     finally:
-        if functions is not None:
-            functions.watch(-1)
+        if library is not None:
+            library.allnorm_fast_call_watch(-1)
 
 
 def raise_interrupt() -> None:
     """Raises the exception of a signal handler that ran while this thread waited, if any."""
-    functions = _library()
-    if functions is not None:
-        functions.raise_interrupt()
+    library = _library()
+    if library is not None:
+        library.allnorm_fast_call_raise()
 
 
 def keywords() -> tuple[Any, ...]:
@@ -192,16 +194,9 @@ def keywords() -> tuple[Any, ...]:
     return tuple(table)
 
 
-class _Functions(NamedTuple):
-    new: Callable[..., Any]
-    prepare: Callable[..., Any]
-    watch: Callable[[int], None]
-    raise_interrupt: Callable[[], None]
-
-
 @functools.cache
-def _library() -> _Functions | None:
-    """Returns the library's functions; None if it is missing or for other interpreters."""
+def _library() -> ctypes.PyDLL | None:
+    """Returns the library; None if it is missing or for other interpreters."""
     path = pathlib.Path(__file__).parent.parent / "lib" / "liballnorm_python.so"
     if sys.implementation.name != "cpython" or "t" in sys.abiflags:
         return None
@@ -228,4 +223,4 @@ def _library() -> _Functions | None:
     raise_interrupt.argtypes, raise_interrupt.restype = (), _object
     if "cpu" in _native.available_backends():
         _native.library("cpu").set_interrupt(look())
-    return _Functions(new, prepare, watch, raise_interrupt)
+    return library
