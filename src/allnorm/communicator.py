@@ -548,7 +548,7 @@ class Communicator:
 
     @property
     def is_closed(self) -> bool:
-        """Whether calls are refused: after `close()`, and in a child of `fork()`."""
+        """Returns whether calls are refused: after `close()`, and in a child of `fork()`."""
         return self._endpoint.closed
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # called by copy, deepcopy and pickle

@@ -388,7 +388,7 @@ def _obstacle(
 def _prefer(
     traits: Traits, num_tokens: int, hidden_size: int, element_bytes: int, kind: tuple[str, str]
 ) -> tuple[Step, str, str]:
-    """What is fastest: a step, the reason, the source."""
+    """Returns the fastest step, the reason, and the source of the decision."""
     if traits.backend == "cuda" and traits.world_size == 2 and 0 < traits.max_blocks < MOST_BLOCKS:
         return Step(None, "one_shot"), _LIMITED_PAIR.format(traits.max_blocks), "default"
     for table in traits.tables:

@@ -276,18 +276,17 @@ def library(backend: str) -> Library:
 
 
 def build_info() -> dict[str, Any]:
-    """Returns what this installation was built from, as its libraries say.
+    """Returns the properties of the build that the native libraries record.
 
     Returns:
-        `version`: of the package; `commit`: the git hash of the sources, None if they were built
-        without git; `dirty`: whether files that were built in had uncommitted changes, None without
-        a commit; `cuda`: the version of the CUDA compiler, None without a CUDA library;
-        `architectures`: the compute capabilities of its kernels, such as ["90"]; `compiler`: the
-        C++ compiler. If the two libraries are of different commits, `commit` is that of the CUDA
-        library, and `dirty` is True.
+        `version` of the package; `commit`, the git hash of the sources, or None without git;
+        `dirty`, whether their files had uncommitted changes, or None without a commit; `cuda`, the
+        version of the CUDA compiler, or None without a CUDA library; `architectures`, the compute
+        capabilities of its kernels, such as ["90"]; `compiler`, the C++ compiler. If the libraries
+        have different commits, `commit` is that of the CUDA library, and `dirty` is True.
 
     Raises:
-        NativeLibraryError: the package has no library for this machine.
+        NativeLibraryError: the package contains no library.
     """
     builds = [library(backend).build_info() for backend in available_backends() or ["cpu"]]
     commits = [build.get("commit", "") for build in builds]

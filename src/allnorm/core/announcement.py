@@ -145,7 +145,7 @@ class Announcement:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the rank refuses its call."""
+        """Returns whether the rank refuses its call."""
         return self["op"] == _REFUSED
 
     def tagged(self) -> dict[str, str]:

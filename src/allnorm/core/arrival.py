@@ -1,4 +1,4 @@
-"""How the ranks of a group meet. A meeting is identified by its processes, not by a counter.
+"""Arrival: the ranks of a group find each other. Processes identify a meeting, not a counter.
 
 Counters would differ between ranks after a process was replaced, or after other ranks created a
 group of the same name. Instead, the store has one entry per rank:

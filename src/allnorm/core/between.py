@@ -224,7 +224,7 @@ class Between(GroupExchange):
 
     @property
     def can_exchange_parts(self) -> bool:
-        """Whether `start_parts` helps and works: with gloo it needs CPU tensors."""
+        """Returns whether `start_parts` helps and works: with gloo it needs CPU tensors."""
         return self.num_islands > 2 and (self._on_host or self._backend == "nccl")
 
 

@@ -137,10 +137,10 @@ class Call:
 
     @property
     def experts(self) -> bool:
-        """Whether `x` is an ExpertSum."""
+        """Returns whether `x` is an ExpertSum."""
         return type(self.source) is ExpertSum
 
-    # ---- what follows from them -----------------------------------------------------------------
+    # ---- derived values -------------------------------------------------------------------------
 
     @property
     def rows(self) -> int:
@@ -164,17 +164,17 @@ class Call:
 
     @property
     def has_norm(self) -> bool:
-        """Whether the call has a norm: a final one, a post norm, or both."""
+        """Returns whether the call has a norm: a final one, a post norm, or both."""
         return self.op not in ("all_reduce", "all_gather_rows")
 
     @property
     def writes_scale(self) -> bool:
-        """Whether scales are a result."""
+        """Returns whether scales are a result."""
         return self.op.endswith("_quant") and not isinstance(self.quant, Fp8PerTensor)
 
     @property
     def owns_rows(self) -> bool:
-        """Whether rows have owners."""
+        """Returns whether rows have owners."""
         return self.residual_sharded or self.op == "all_gather_rows"
 
 

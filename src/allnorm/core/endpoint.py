@@ -91,7 +91,7 @@ class Endpoint(Target):
 
     @property
     def closed(self) -> bool:
-        """Whether calls are refused."""
+        """Returns whether calls are refused."""
         return self._opened.closed
 
     def is_of(self, group: dist.ProcessGroup) -> bool:

@@ -91,7 +91,7 @@ class Failure:
 
     @property
     def is_final(self) -> bool:
-        """Whether this rank has given up; every later call then raises the error."""
+        """Returns whether this rank has given up; every later call then raises the error."""
         return self._error is not None
 
     def check_usable(self) -> None:

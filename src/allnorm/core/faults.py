@@ -24,7 +24,7 @@ from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerDivergedError, PeerLeftError, PeerTimeoutError
 
 Account = dict[str, str]
-"""What a rank knows of its call beyond the fault, by name; REFUSED: why it refused it."""
+"""Properties of a rank's call that a fault does not contain, by name; REFUSED: why it refused."""
 
 REFUSED = "refused"
 # On CPU peers notice a divergence within moments; on CUDA at their next call or check().

@@ -64,12 +64,12 @@ class Operator:
 
     @functools.cached_property
     def is_collective(self) -> bool:
-        """Whether the operator involves all ranks."""
+        """Returns whether the operator involves all ranks."""
         return _COMM_NAME in self.parameters
 
     @functools.cached_property
     def is_quantized(self) -> bool:
-        """Whether quantized rows are a result."""
+        """Returns whether quantized rows are a result."""
         return "quantized_out" in self.results
 
     @functools.cached_property

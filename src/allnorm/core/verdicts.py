@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank would do with one reduction of a graph."""
+    """The intention of a rank for one reduction of a graph."""
 
     action: str = ""  # text for the call that it would insert; empty: it keeps the reduction
     reason: str = ""  # why it keeps it

@@ -168,7 +168,7 @@ class RankPool:
 
     @property
     def is_running(self) -> bool:
-        """Whether the ranks have been started and all of them are alive."""
+        """Returns whether the ranks have been started and all of them are alive."""
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def kill(self, rank: int) -> None:

@@ -336,7 +336,7 @@ class Case:
 
     @property
     def has_norm(self) -> bool:
-        """Whether the call has a norm."""
+        """Returns whether the call has a norm."""
         return self.op in ("norm", "local")
 
     def run(self, comm: allnorm.Communicator, **more: Any) -> Any:

@@ -52,7 +52,7 @@ class Context:
 
     @property
     def exchanges_over_gloo(self) -> bool:
-        """Whether islands exchange through the host, which cannot be captured."""
+        """Returns whether islands exchange through the host, which cannot be captured."""
         return self.job.shared_gpus and len(self.comm.islands) > 1
 
     def batch(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Batch:

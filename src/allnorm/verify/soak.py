@@ -452,7 +452,7 @@ class Graph:
             self._issue()
 
     def replay(self, number: int, rows: Sequence[int], where: str) -> list[PendingCall]:
-        """Replays it with other rows of the tapes; keeps copies of the results. Never waits.
+        """Replays the graph with other rows of the tapes; copies the results. Never waits.
 
         `rows` holds the first row of each call; call numbers start at `number`.
         """
