@@ -205,11 +205,11 @@ PARTS: dict[str, dict[type, dict[str, str | None]]] = {
 _Fields = ParamSpec("_Fields")
 
 
-def _passes_on(make: Callable[_Fields, Call]) -> Callable[Concatenate[Any, _Fields], Any]:
-    """Returns a method with the parameters of `make`, which runs what `make` returns."""
+def _method(kind: Callable[_Fields, Call]) -> Callable[Concatenate[Any, _Fields], Any]:
+    """Returns a method with the parameters of a Call, which runs the Call of its arguments."""
 
     def call(self: Any, /, *arguments: _Fields.args, **fields: _Fields.kwargs) -> Any:
-        return self.run(make(*arguments, **fields))
+        return self.run(Call(*arguments, **fields))  # type: ignore[arg-type]  # for Dynamo
 
     return call
 
@@ -217,7 +217,7 @@ def _passes_on(make: Callable[_Fields, Call]) -> Callable[Concatenate[Any, _Fiel
 class Runner(abc.ABC):
     """Runs calls of a communicator, or of one rank alone."""
 
-    call = _passes_on(Call)
+    call = _method(Call)
     """Runs the Call with these fields; returns its results, one tensor or a tuple.
 
     A Dispatcher replaces this method by a C function with the same keywords (csrc/python), which is

@@ -25,9 +25,9 @@ _PAUSE_SECONDS = 0.01
 _ARRIVAL_SECONDS = 0.2
 _CROSSED = (
     " called the communicator at the same time: their order differs between ranks, which would add "
-    "rows of different calls. Give each thread its own Communicator, created in the same order on "
-    "every rank (for functions: its own process group), or let the threads take turns in the same "
-    "order on every rank"
+    "rows of different calls. Give each thread a Communicator of its own, created in the same "
+    "order on every rank (for functions: a process group of its own), or let the threads take "
+    "turns in the same order on every rank"
 )
 # Statuses with which the library records a fault.
 RECORDED = (
