@@ -192,10 +192,10 @@ def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:
 
 
 # Expressions for the fields of a Call that operators take by their parts.
-_CLASSES = {"ExpertSum": ExpertSum, "PostNorm": PostNorm, "from_op_arguments": from_op_arguments}
 _SOURCE = "ExpertSum(x, expert_weights, expert_index, shared) if experts else x"
 _POST_NORM = "None if post_weight is None else PostNorm(post_weight, post_eps, post_weight_bias)"
 _QUANT_SPEC = "from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)"
+_CLASSES = {"ExpertSum": ExpertSum, "PostNorm": PostNorm, "from_op_arguments": from_op_arguments}
 
 _COMM_NAME = Parameter("str", "comm_name")
 _ALGORITHM = Parameter("str", "algorithm", "auto")
