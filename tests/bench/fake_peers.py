@@ -1,6 +1,6 @@
 """Fakes of the peer libraries of `bench`, which compute right results by gloo's collectives.
 
-They have the signatures that the adapters use, by keyword and position, and record calls.
+They accept the arguments that the adapters pass, by keyword and position, and record calls.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ def create_workspace(
     hidden_dim: int,
     use_fp32_lamport: bool = False,
     group: dist.ProcessGroup | None = None,
-    create_metadata: bool = False,
-    comm_backend: Any = None,
-    use_symm_dev_mem: bool = False,
 ) -> tuple[list[list[int]], Tensor]:
     print("noise of old versions")
     assert (tp_rank, tp_size) == (dist.get_rank(group), dist.get_world_size(group))
@@ -97,7 +94,6 @@ def allreduce_fusion(
     rms_eps: float,
     scale_factor: Tensor | None,
     layout_code: int | None,
-    metadata: dict[str, Any] | None = None,
     block_quant_group_size: int | None = None,
     weight_bias: float | None = None,
 ) -> None:
@@ -141,11 +137,7 @@ def install_flashinfer() -> None:
 
 class CustomAllreduce:
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        max_size: int = 8192 * 1024,
-        symm_mem_enabled: bool = False,
+        self, group: dist.ProcessGroup, device: torch.device, max_size: int = 8192 * 1024
     ) -> None:
         dist.barrier(group)
         self.max_size = max_size
@@ -187,7 +179,6 @@ class CustomAllReduceV2:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        max_size: int = 16 << 20,
         *,
         max_pull_size: int | None = None,
         max_push_size: int | None = None,
@@ -222,9 +213,7 @@ def all_reduce_residual_norm(
     world_size: int,
     gemma: bool = False,
     residual_out: Tensor | None = None,
-    cluster_size: int | None = None,
     two_shot: bool | None = None,
-    vecs_per_thread: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     calls.append(("sglang", {"two_shot": two_shot}))
     assert residual_out is not None

@@ -28,8 +28,7 @@ def with_fakes(rank: int, world_size: int, what: Job) -> Any:
 def without(rank: int, world_size: int, what: Job) -> Any:
     for peer in peers.REGISTRY.values():
         peer.device_type = "cpu"
-    found = ranks_e2e.run(rank, world_size, what)
-    return found.records, found.missing, fake_peers.calls
+    return *ranks_e2e.run(rank, world_size, what), fake_peers.calls
 
 
 def with_failing(rank: int, world_size: int, what: Job) -> Any:

@@ -159,7 +159,7 @@ def test_the_cost_of_quantization() -> None:
 def test_records_are_merged_as_soon_as_every_rank_has_reported() -> None:
     whole: list[object] = []
     rest: list[object] = []
-    take = bench_report.Gatherer(2, whole.append, lambda *message: rest.append(message))
+    take = bench_report.gatherer(2, whole.append, lambda *message: rest.append(message))
     first, second = [record(0, "allnorm", 1.0)], [record(1, "allnorm", 2.0)]
     take(1, {"records": first})
     take(0, {"text": "1x4096"})

@@ -14,8 +14,10 @@ from allnorm.bench.modes import Mode, Shape, family
 from allnorm.testing import DTYPES, OnMessage, run_ranks
 
 _SECONDS = 3600.0  # time limit of a run
-TIMES = ("p50_us", "p90_us", "p99_us", "host_us", "eager_us")
-BEHIND = ("product_us", "empty_us", "beyond_empty_us")
+_TIMES = (
+    *("p50_us", "p90_us", "p99_us", "host_us", "eager_us"),
+    *("product_us", "empty_us", "beyond_empty_us"),
+)
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ def measure(
         measured.extend(found)
         keep(found)
 
-    gatherer = Gatherer(world_size, complete, on_message or (lambda rank, message: None))
+    handle = gatherer(world_size, complete, on_message or (lambda rank, message: None))
     run_ranks(
-        run.run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=gatherer
+        run.run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=handle
     )
     return measured
 
@@ -124,8 +126,7 @@ def merge(
     for records in zip(*ranks, strict=True):
         first = records[0]
         shape, mode = job.shapes[first["shape"]], job.modes[first["mode"]]
-        keys = (*TIMES, *BEHIND)
-        times = {key: _largest(record.get(key, math.nan) for record in records) for key in keys}
+        times = {key: _largest(record.get(key, math.nan) for record in records) for key in _TIMES}
         size = (shape.num_tokens, shape.hidden_size, DTYPES[job.dtype].itemsize)
         sent = floor.wire_bytes(len(ranks), *size, mode)
         cost = math.nan
@@ -140,8 +141,8 @@ def merge(
                 **times,
                 product=first.get("product", 0),
                 over_ranks=first.get("over_ranks") or "slowest",
-                error=next((record["error"] for record in records if record["error"]), ""),
-                reason=next((record["reason"] for record in records if record["reason"]), ""),
+                error=next(filter(None, (record["error"] for record in records)), ""),
+                reason=next(filter(None, (record["reason"] for record in records)), ""),
                 floor_us=floor.floor_us(sent, push_gbps),
                 quant_cost_us=cost,
             )
@@ -149,49 +150,39 @@ def merge(
     return merged
 
 
-class Gatherer:
-    """A message handler that collects the records of each shape and mode from all ranks.
+def gatherer(
+    world_size: int, complete: Callable[[list[list[dict[str, Any]]]], None], other: OnMessage
+) -> OnMessage:
+    """Returns a message handler that collects the records of each shape and mode from all ranks.
 
     It calls `complete` with the records of all ranks, in rank order, once every rank has reported
     them. It calls `other` with every other message.
     """
+    waiting: list[deque[list[dict[str, Any]]]] = [deque() for _ in range(world_size)]
 
-    def __init__(
-        self,
-        world_size: int,
-        complete: Callable[[list[list[dict[str, Any]]]], None],
-        other: OnMessage,
-    ) -> None:
-        self._waiting: list[deque[list[dict[str, Any]]]] = [deque() for _ in range(world_size)]
-        self._complete, self._other = complete, other
-
-    def __call__(self, rank: int, message: dict[str, Any]) -> None:
-        """Handles one message of a rank."""
+    def handle(rank: int, message: dict[str, Any]) -> None:
         if "records" not in message:
-            self._other(rank, message)
+            other(rank, message)
             return
-        self._waiting[rank].append(message["records"])
-        if all(self._waiting):
-            self._complete([reported.popleft() for reported in self._waiting])
+        waiting[rank].append(message["records"])
+        if all(waiting):
+            complete([reported.popleft() for reported in waiting])
+
+    return handle
 
 
 def json_row(m: Measurement, common: dict[str, Any]) -> dict[str, Any]:
     """Returns one row of the results file."""
+    values = asdict(m)
     return {
         **common,
-        "world_size": m.world_size,
-        **asdict(m.shape),
-        **asdict(m.mode),
-        "arm": m.arm,
+        **values.pop("shape"),
+        **values.pop("mode"),
+        **values,
         "mode": "product" if m.product else "chain",
-        "product": m.product,
-        **{key: getattr(m, key) for key in (*TIMES, *BEHIND)},
-        "over_ranks": m.over_ranks,
-        **{key: getattr(m, key) for key in ("quant_cost_us", "floor_us", "floor_share")},
+        "floor_share": m.floor_share,
         "correct": m.correct,
         "supported": not m.reason,
-        "reason": m.reason,
-        "error": m.error,
     }
 
 

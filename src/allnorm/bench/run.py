@@ -53,6 +53,11 @@ class _Trial:
     times: dict[str, float] = field(default_factory=lambda: percentiles([]))
     over_ranks: str = ""  # how ranks' times were combined; "" if they were not
 
+    def record(self) -> dict[str, Any]:
+        """Returns the fields of a record about this arm."""
+        text = {"arm": self.name, "reason": self.reason, "error": self.error}
+        return {**text, **self.times, "over_ranks": self.over_ranks}
+
     def attempt(self, step: Callable[..., Any], *arguments: Any, where: str = "") -> Any:
         """Runs a collective step with the arm.
 
@@ -119,17 +124,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
                         "the other times are invalid. Exclude arms of other libraries with --arms."
                     )
                 place = {"shape": index, "mode": number, "product": product}
-                new = [
-                    {
-                        **place,
-                        "arm": t.name,
-                        "reason": t.reason,
-                        "error": t.error,
-                        **t.times,
-                        "over_ranks": t.over_ranks,
-                    }
-                    for t in trials
-                ]
+                new = [{**place, **trial.record()} for trial in trials]
                 report({"records": new})
                 records += new
             del case, plain

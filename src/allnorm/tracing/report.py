@@ -91,15 +91,8 @@ class TraceReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the report to a dict for JSON."""
-        return {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "passes": self.passes,
-            "fused": self.fused,
-            "reductions": self.reductions,
-            "fraction": self.fraction,
-            "entries": [dataclasses.asdict(entry) for entry in self.entries],
-        }
+        counts = {"fused": self.fused, "reductions": self.reductions, "fraction": self.fraction}
+        return dataclasses.asdict(self) | counts
 
     @staticmethod
     def from_dict(record: dict[str, Any]) -> TraceReport:

@@ -105,18 +105,25 @@ def _describe(prepared: Any) -> str:
     return f"{REDUCTION}|allnorm unfused" if algorithm == "unfused" else f"{FUSED}|{algorithm}"
 
 
+class _Stack(threading.local):
+    """The modules that a thread has entered, with their ranges."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[torch.nn.Module, Any]] = []
+
+
 class _Modules:
     """Hooks that put each module's forward into a range with its path in the outermost module."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._stack = _Stack()
         self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
         """Starts a module's range; a forward pre-hook."""
         if torch.compiler.is_compiling():
             return
-        stack = self._stack()
+        stack = self._stack.entered
         if not stack:
             for path, child in module.named_modules():
                 self._paths[child] = path
@@ -129,7 +136,7 @@ class _Modules:
         """Ends a module's range; a forward hook, which runs even if the forward raised."""
         if torch.compiler.is_compiling():
             return
-        stack = self._stack()
+        stack = self._stack.entered
         if not any(entered is module for entered, _ in stack):
             return
         while stack:
@@ -137,12 +144,6 @@ class _Modules:
             span.__exit__(None, None, None)
             if entered is module:
                 return
-
-    def _stack(self) -> list[tuple[torch.nn.Module, Any]]:
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        stack: list[tuple[torch.nn.Module, Any]] = self._local.stack
-        return stack
 
 
 @contextlib.contextmanager

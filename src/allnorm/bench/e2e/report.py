@@ -82,7 +82,7 @@ def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> R
     ranks = run_ranks(
         run.run, world_size, device=job.device, args=(job,), timeout=_SECONDS, on_message=on_message
     )
-    return Report(merge([found.records for found in ranks], job.model), ranks[0].missing)
+    return Report(merge([records for records, _ in ranks], job.model), ranks[0][1])
 
 
 def merge(ranks: Sequence[Sequence[dict[str, Any]]], model: Transformer) -> list[Result]:

@@ -29,18 +29,13 @@ _SEED = 20
 _KEPT_TRACES = 4  # maximum: reference, torch arm, and two more
 
 
-@dataclass
-class RankResult:
-    """The measurements of one rank."""
+def run(rank: int, world_size: int, job: Job) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Checks and times every arm at every batch size. Collective.
 
-    missing: dict[str, str]  # reason per missing arm, by name
-    # A record per batch size and arm, in the same order on every rank: fields of a `report.Result`
-    # with this rank's values.
-    records: list[dict[str, Any]] = field(default_factory=list)
-
-
-def run(rank: int, world_size: int, job: Job) -> RankResult:
-    """Checks and times every arm at every batch size. Collective."""
+    Returns:
+        A record per batch size and arm, in the same order on every rank: fields of a
+        `report.Result` with this rank's values. And the reason per missing arm, by name.
+    """
     dtype, model, where = DTYPES[job.dtype], job.model, device()
     report({"text": "making weights", "done": 0, "total": len(job.batch_sizes)})
     parameters = weights.make(model, rank, world_size, dtype, where)
@@ -48,7 +43,8 @@ def run(rank: int, world_size: int, job: Job) -> RankResult:
         [name for name in job.arms if name in PEER_ARMS],
         *(where, dtype, model, max(job.batch_sizes) * job.prompt),
     )
-    result = RankResult(dict(peers.missing))
+    records: list[dict[str, Any]] = []
+    missing = dict(peers.missing)
     with allnorm.Communicator(device=where) as comm:
         names = dict.fromkeys([*(n for n in job.arms if n not in PEER_ARMS), *job.always])
         arms = {name: sites.make(name, comm, model) for name in names} | peers.arms
@@ -58,15 +54,15 @@ def run(rank: int, world_size: int, job: Job) -> RankResult:
             prompts = make_prompts(job, batch_size).to(where)
             generation = Generation(model, parameters, prompts, job.tokens, job.product)
             report({"text": f"batch {batch_size}: checking", **progress})
-            runners, figures = check(job, arms, pair, generation, result.missing)
+            runners, figures = check(job, arms, pair, generation, missing)
             report({"text": f"batch {batch_size}: timing", **progress})
             samples = measure(runners, job.rounds)
             comm.check()
-            for record in _records(job, generation, samples, figures):
-                result.records.append({**record, "yardstick": yardstick})
+            found = _records(job, generation, samples, figures)
+            records += [{**record, "yardstick": yardstick} for record in found]
             del runners, generation
     peers.close()
-    return result
+    return records, missing
 
 
 def make_prompts(job: Job, batch_size: int) -> Tensor:
