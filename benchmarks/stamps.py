@@ -28,7 +28,7 @@ import torch
 import allnorm
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
-from allnorm.bench.clock import Product
+from allnorm.bench.clock import Gemm
 from allnorm.bench.modes import Mode, Shape
 from allnorm.cli import output
 from allnorm.core import _native
@@ -124,7 +124,7 @@ def stages_of(calls: list[numpy.ndarray[Any, Any]]) -> dict[str, Any]:
 def placed(case: Case, after: str, arm: Arm) -> Callable[[int], object]:
     """Returns the arm's call, after a GEMM ("product"), an empty kernel, or in a chain."""
     if after == "product":
-        return Product(case, COLUMNS).before(arm).call
+        return Gemm(case, COLUMNS).before(arm).call
     if after == "chain":
         return arm.call
 

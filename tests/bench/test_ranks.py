@@ -14,7 +14,7 @@ import allnorm
 from allnorm.bench import arms, bounds, clock
 from allnorm.bench import run as ranks_bench
 from allnorm.bench.case import Case, Outcome, make_case
-from allnorm.bench.clock import Product
+from allnorm.bench.clock import Gemm
 from allnorm.bench.modes import YARDSTICKS, Mode, Shape, arm_names, known_arms
 from allnorm.testing import run_ranks
 
@@ -139,7 +139,7 @@ def test_the_time_of_a_gemm_is_subtracted_and_inputs_are_restored() -> None:
 def samples_of_ranks(rank: int, world_size: int) -> clock.Samples:
     waits, alone = idle("waits", in_step=True), idle("alone", in_step=False)
     own = {"waits": [[30.0, 20.0], [21.0, 29.0]][rank], "alone": [[5.0, 7.0], [6.0, 6.5]][rank]}
-    return clock.together(own, [waits, alone])
+    return clock.over_all_ranks(own, [waits, alone])
 
 
 def test_time_that_a_rank_waits_for_peers_does_not_count() -> None:
@@ -163,16 +163,16 @@ def test_the_local_yardstick_is_checked(quant: str) -> None:
 
 def test_samples_in_excess_of_a_gemm() -> None:
     case = odd_case()
-    product, before = Product(case, 32), [x.clone() for x in case.xs]
+    gemm, before = Gemm(case, 32), [x.clone() for x in case.xs]
     seen: list[torch.Tensor] = []
     arm = idle("reads x", call=lambda index: seen.append(case.xs[index].clone()))
-    product.before(arm).call(1)
+    gemm.before(arm).call(1)
     assert not torch.equal(seen[0], before[1])
     assert torch.equal(case.xs[0], before[0])
-    product.restore()
+    gemm.restore()
     assert all(torch.equal(x, old) for x, old in zip(case.xs, before, strict=True))
-    times = {product.alone().name: [9.0, 10.0, 30.0], arm.name: [12.0, 11.5]}
-    assert product.take_off(times) == ({arm.name: [2.0, 1.5]}, 10.0)
+    times = {gemm.alone().name: [9.0, 10.0, 30.0], arm.name: [12.0, 11.5]}
+    assert gemm.subtract(times) == ({arm.name: [2.0, 1.5]}, 10.0)
 
 
 class Wrong(allnorm.Communicator):

@@ -134,7 +134,7 @@ def over_ranks(arm: Arm) -> str:
     return "shortest" if arm.in_step else "longest"
 
 
-def together(samples: Samples, arms: Iterable[Arm]) -> Samples:
+def over_all_ranks(samples: Samples, arms: Iterable[Arm]) -> Samples:
     """Combines the ranks' times of each replay (or call), as `over_ranks` says. Collective.
 
     `samples` are this rank's. The result is equal on every rank.
@@ -150,7 +150,7 @@ def together(samples: Samples, arms: Iterable[Arm]) -> Samples:
     }
 
 
-class Product:
+class Gemm:
     """A linear layer (GEMM) with `columns` input features that runs before every call.
 
     It overwrites the partial sums of a case, or the shared expert's rows, until `restore`. Its
@@ -187,7 +187,7 @@ class Product:
         return Arm(_ALONE, self._multiply, lambda result: result, in_step=False)
 
     @staticmethod
-    def take_off(samples: Samples) -> tuple[Samples, float]:
+    def subtract(samples: Samples) -> tuple[Samples, float]:
         """Subtracts the GEMM's median from every arm's times; returns the rest and the median."""
         alone = percentile(samples[_ALONE], 50)
         beyond = {

@@ -16,7 +16,7 @@ from allnorm import islands
 from allnorm.bench import arms, bounds, clock, modes, peers
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
-from allnorm.bench.clock import Product
+from allnorm.bench.clock import Gemm
 from allnorm.bench.modes import YARDSTICKS, Mode, Shape
 from allnorm.testing import DTYPES, RankFailedError, agree, all_or_none, report, same_bits
 from allnorm.testing.rank import device
@@ -202,7 +202,7 @@ def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) ->
 
 def _measure(trials: list[_Trial], case: Case, job: Job, columns: int) -> None:
     if columns:
-        _measure_after_gemm(Product(case, columns), trials, case, job)
+        _measure_after_gemm(Gemm(case, columns), trials, case, job)
         return
     samples = _time(trials, case, job)
     for trial, arm in _running(trials):
@@ -212,21 +212,21 @@ def _measure(trials: list[_Trial], case: Case, job: Job, columns: int) -> None:
                 trial.times |= clock.time_eager(arm, torch.cuda.synchronize)
 
 
-def _measure_after_gemm(product: Product, trials: list[_Trial], case: Case, job: Job) -> None:
+def _measure_after_gemm(gemm: Gemm, trials: list[_Trial], case: Case, job: Job) -> None:
     """Times each arm after a GEMM, and the GEMM alone."""
     for trial, arm in _running(trials):
-        trial.arm = product.before(arm)
-    alone = product.alone()
+        trial.arm = gemm.before(arm)
+    alone = gemm.alone()
     own = _time([_Trial("", alone), *trials], case, job)
-    all_ranks = clock.together(own, [alone, *(arm for _, arm in _running(trials))])
-    samples, product_us = product.take_off(all_ranks)
-    product.restore()
+    all_ranks = clock.over_all_ranks(own, [alone, *(arm for _, arm in _running(trials))])
+    samples, gemm_us = gemm.subtract(all_ranks)
+    gemm.restore()
     empty_us = percentile(samples["empty"], 50) if "empty" in samples else math.nan
     for trial, arm in _running(trials):
         if arm.name in samples:
             trial.times = percentiles(samples[arm.name])
             trial.times["beyond_empty_us"] = trial.times["p50_us"] - empty_us
-            trial.times |= {"product_us": product_us, "empty_us": empty_us}
+            trial.times |= {"product_us": gemm_us, "empty_us": empty_us}
             trial.over_ranks = clock.over_ranks(arm)
 
 

@@ -13,7 +13,7 @@ from allnorm import policy, tuning
 from allnorm.bench import clock, floor
 from allnorm.bench.arms import Arm, allnorm_arm
 from allnorm.bench.case import Case, make_case
-from allnorm.bench.clock import Product
+from allnorm.bench.clock import Gemm
 from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.run import check_arm
 from allnorm.testing import DTYPES, OnMessage, agree, gather, report, run_ranks
@@ -181,7 +181,7 @@ def _make_case(comm: allnorm.Communicator, shape: Shape, dtype: str) -> Case:
 
 
 def _time(
-    job: Job, arms: Mapping[_Key, Arm], num_tokens: int, product: Product | None = None
+    job: Job, arms: Mapping[_Key, Arm], num_tokens: int, gemm: Gemm | None = None
 ) -> dict[_Key, float]:
     """Returns the median time of each arm in microseconds, equal on all ranks. Collective.
 
@@ -190,9 +190,9 @@ def _time(
     two agree, up to _MOST_RUNS; then the smallest median of each arm counts.
     """
     alone: list[Arm] = []
-    if product is not None:
-        alone = [product.alone()]
-        arms = {key: product.before(arm) for key, arm in arms.items()}
+    if gemm is not None:
+        alone = [gemm.alone()]
+        arms = {key: gemm.before(arm) for key, arm in arms.items()}
     timed = [*alone, *arms.values()]
     graphs = [] if job.device == "cpu" else [(arm, clock.capture(arm, num_tokens)) for arm in timed]
     least: dict[_Key, float] = {}
@@ -201,8 +201,8 @@ def _time(
             samples = clock.time_cpu(timed, job.seconds)
         else:
             samples = clock.time_cuda(graphs, num_tokens, rounds=_CUDA_ROUNDS)
-        if product is not None:
-            samples, _ = product.take_off(clock.together(samples, timed))
+        if gemm is not None:
+            samples, _ = gemm.subtract(clock.over_all_ranks(samples, timed))
         own = [percentile(samples[arm.name], 50) for arm in arms.values()]
         found = dict(zip(arms, map(max, zip(*gather(own), strict=True)), strict=True))
         stable = bool(least) and all(
@@ -212,8 +212,8 @@ def _time(
         least = {key: min(us, least.get(key, us)) for key, us in found.items()}
         if stable:
             break
-    if product is not None:
-        product.restore()
+    if gemm is not None:
+        gemm.restore()
     return least
 
 
@@ -242,7 +242,7 @@ def _measure_curve(
         if not job.product or num_tokens > PRODUCT_TOKENS:
             return _time(job, arms, num_tokens)
         chain[num_tokens] = _time(job, arms, num_tokens)
-        return _time(job, arms, num_tokens, Product(case, job.product))
+        return _time(job, arms, num_tokens, Gemm(case, job.product))
 
     reason = _make_case(comm, Shape(1, hidden_size), dtype).obstacle(mode.quant)
     if len(comm.islands) > 1:

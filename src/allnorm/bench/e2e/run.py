@@ -20,7 +20,7 @@ import allnorm
 from allnorm.bench.e2e import sites, weights
 from allnorm.bench.e2e.generation import Generation, Runner
 from allnorm.bench.e2e.models import LOCAL, MAX_LOGITS_BYTES, PEER_ARMS, REFERENCE, Job
-from allnorm.bench.e2e.sites import Arm, PeerSites
+from allnorm.bench.e2e.sites import Arm
 from allnorm.testing import DTYPES, RankFailedError, all_or_none, report, same_bits, start_together
 from allnorm.testing.rank import device
 from allnorm.testing.timing import percentile, time_calls, time_steps
@@ -39,15 +39,14 @@ def run(rank: int, world_size: int, job: Job) -> tuple[list[dict[str, Any]], dic
     dtype, model, where = DTYPES[job.dtype], job.model, device()
     report({"text": "making weights", "done": 0, "total": len(job.batch_sizes)})
     parameters = weights.make(model, rank, world_size, dtype, where)
-    peers = PeerSites(
+    peers, peer_arms, missing = sites.peer_arms(
         [name for name in job.arms if name in PEER_ARMS],
         *(where, dtype, model, max(job.batch_sizes) * job.prompt),
     )
     records: list[dict[str, Any]] = []
-    missing = dict(peers.missing)
     with allnorm.Communicator(device=where) as comm:
         names = dict.fromkeys([*(n for n in job.arms if n not in PEER_ARMS), *job.always])
-        arms = {name: sites.make(name, comm, model) for name in names} | peers.arms
+        arms = {name: sites.make(name, comm, model) for name in names} | peer_arms
         yardstick, pair = make_yardstick(job, where)
         for index, batch_size in enumerate(job.batch_sizes):
             progress = {"done": index, "total": len(job.batch_sizes)}

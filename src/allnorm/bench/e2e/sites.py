@@ -165,47 +165,33 @@ def _nccl_group(algorithm: str, device: torch.device) -> dist.ProcessGroup:
     return group
 
 
-class PeerSites:
-    """The arms of installed libraries. Collective: every rank creates it with equal arguments.
+def peer_arms(
+    names: list[str], device: torch.device, dtype: torch.dtype, model: Transformer, max_tokens: int
+) -> tuple[Peers, dict[str, Arm], dict[str, str]]:
+    """Opens installed libraries. Collective: every rank calls it with equal arguments.
 
     `names` are of models.PEER_ARMS. `max_tokens` is the number of rows of the largest prefill.
 
-    Attributes:
-        arms: the arms that can run, by name.
-        missing: reason per arm that cannot run, by name.
+    Returns:
+        The libraries, to be closed; the arms that can run; the reason why each other arm cannot.
     """
-
-    def __init__(
-        self,
-        names: list[str],
-        device: torch.device,
-        dtype: torch.dtype,
-        model: Transformer,
-        max_tokens: int,
-    ) -> None:
-        self.arms: dict[str, Arm] = {}
-        self.missing: dict[str, str] = {}
-        if model.post_norm:
-            fused = [name for name in names if not name.endswith("+local")]
-            self.missing = dict.fromkeys(fused, "its fused kernel does not support post norms")
-            names = [name for name in names if name not in self.missing]
-        libraries = list(dict.fromkeys(name.partition("+")[0] for name in names))
-        self._peers = Peers(libraries, device, dtype, [Shape(max_tokens, model.hidden_size)])
-        for name in names:
-            library, _, local = name.partition("+")
-            if library in self._peers.missing:
-                self.missing[name] = self._peers.missing[library]
-            else:
-                self.arms[name] = _arm(self._peers.peer(library), bool(local), model)
-
-    def close(self) -> None:
-        """Releases what the libraries hold. Collective."""
-        self._peers.close()
+    fused = [name for name in names if model.post_norm and not name.endswith("+local")]
+    missing = dict.fromkeys(fused, "its fused kernel does not support post norms")
+    libraries = dict.fromkeys(name.partition("+")[0] for name in names if name not in missing)
+    peers = Peers(list(libraries), device, dtype, [Shape(max_tokens, model.hidden_size)])
+    arms = {}
+    for name in names:
+        library, _, local = name.partition("+")
+        if library in peers.missing:
+            missing.setdefault(name, peers.missing[library])
+        elif name not in missing:
+            arms[name] = _arm(peers.peer(library), bool(local), model)
+    return peers, arms, missing
 
 
 def _arm(peer: Peer, local: bool, model: Transformer) -> Arm:
     """Returns the arm of one library; for unsupported shapes it runs `nccl+local`."""
-    fallback = Arm(then_local(all_reduce, model))
+    fallback, setting = Arm(then_local(all_reduce, model)), peer.setting
     by_rows: dict[int, Arm] = {}
 
     def site(x: Partial, residual: Tensor, weight: Tensor, post: allnorm.PostNorm | None) -> Normed:
@@ -213,7 +199,10 @@ def _arm(peer: Peer, local: bool, model: Transformer) -> Arm:
         rows = x.shape[0]
         if rows not in by_rows:
             shape = Shape(rows, model.hidden_size, model.eps, model.weight_bias)
-            case = _case(peer, shape, Batch((x,) * peer.setting.world_size, residual, weight))
+            # The tensors of this case are replaced; it has no expected results.
+            batches = cast(tuple[Batch, ...], [Batch((x,) * setting.world_size, residual, weight)])
+            place = (setting.rank, setting.world_size, setting.dtype, setting.device)
+            case = Case(shape, *place, "rounded", batches, ())
             by_rows[rows] = _at_shape(peer, case, local, model) or fallback
         return by_rows[rows].site(x, residual, weight, post)
 
@@ -223,14 +212,6 @@ def _arm(peer: Peer, local: bool, model: Transformer) -> Arm:
         return known[-1].capturing() if known else fallback.capturing()
 
     return Arm(site, capturing, foreign=True)
-
-
-def _case(peer: Peer, shape: Shape, batch: Batch) -> Case:
-    """Returns a case whose tensors can be replaced and which has no expected results."""
-    setting = peer.setting
-    batches = cast(tuple[Batch, ...], [batch])
-    place = (setting.rank, setting.world_size, setting.dtype, setting.device)
-    return Case(shape, *place, "rounded", batches, ())
 
 
 def _at_shape(peer: Peer, case: Case, local: bool, model: Transformer) -> Arm | None:
