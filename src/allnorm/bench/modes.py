@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -203,44 +203,30 @@ class Shape:
         return f"{self.num_tokens}x{self.hidden_size}"
 
 
-@dataclass(frozen=True)
-class Model:
-    """The width and the norm constants of a model."""
-
-    name: str  # name in options and results
-    hidden_size: int  # width of the residual stream
-    eps: float  # epsilon of its RMSNorms
-    weight_bias: float = 0.0  # 1.0 if the norm multiplies by `1 + weight`
-
-    def shape(self, num_tokens: int) -> Shape:
-        """Returns the shape of a call on `num_tokens` tokens."""
-        return Shape(num_tokens, self.hidden_size, self.eps, self.weight_bias, self.name)
-
-
 # hidden_size and rms_norm_eps from the models' published configurations. Gemma and Qwen3.5 store
 # zero-centered norm weights: serving engines run them with GemmaRMSNorm, which multiplies by
 # 1 + weight.
 MODELS = {
-    model.name: model
-    for model in (
-        Model("llama-3.1-8b", 4096, 1e-5),
-        Model("llama-3.1-70b", 8192, 1e-5),
-        Model("qwen3-32b", 5120, 1e-6),
-        Model("qwen3-30b-a3b", 2048, 1e-6),
-        Model("gpt-oss-120b", 2880, 1e-5),
-        Model("deepseek-v3", 7168, 1e-6),
-        Model("qwen3.5-397b", 4096, 1e-6, weight_bias=1.0),
-        Model("gemma-3-27b", 5376, 1e-6, weight_bias=1.0),
+    shape.model: shape
+    for shape in (
+        Shape(0, 4096, 1e-5, model="llama-3.1-8b"),
+        Shape(0, 8192, 1e-5, model="llama-3.1-70b"),
+        Shape(0, 5120, 1e-6, model="qwen3-32b"),
+        Shape(0, 2048, 1e-6, model="qwen3-30b-a3b"),
+        Shape(0, 2880, 1e-5, model="gpt-oss-120b"),
+        Shape(0, 7168, 1e-6, model="deepseek-v3"),
+        Shape(0, 4096, 1e-6, 1.0, "qwen3.5-397b"),
+        Shape(0, 5376, 1e-6, 1.0, "gemma-3-27b"),
     )
 }
 
 
-def find_model(name: str) -> Model:
-    """Returns the model with that name.
+def find_model(name: str, num_tokens: int = 0) -> Shape:
+    """Returns the shape of a call of the model with that name.
 
     Raises:
         ValueError: the name is unknown; the message lists the known names.
     """
     if name.lower() not in MODELS:
         raise ValueError(f"unknown model {name!r}: expected one of {', '.join(MODELS)}")
-    return MODELS[name.lower()]
+    return replace(MODELS[name.lower()], num_tokens=num_tokens)

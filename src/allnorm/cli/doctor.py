@@ -19,6 +19,13 @@ from allnorm.testing import run_ranks
 from allnorm.topology import Machine
 from allnorm.verify import doctor as ranks_doctor
 
+_OLD_CODE = (
+    "Slow: these GPUs have compute capability 9.0 or later, but the kernels of this build (sm {}) "
+    "were compiled for an earlier one. Such kernels use neither thread block clusters nor "
+    "programmatic dependent launch, so each call takes longer, and rows wider than 8 KiB run "
+    "unfused. Build for these GPUs: pip install . "
+    "--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=90"
+)
 _COPY_BYTES = 256 << 20
 _COPIES = 10
 
@@ -51,7 +58,8 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
     console.print(output.facts("Measured", _measured(found, size, where, copy_gbps)))
     if found["old_code"]:
-        console.print(output.bad(old_code_text(capabilities["backends"]["cuda"])))
+        built_for = capabilities["backends"]["cuda"].get("architectures", "unknown")
+        console.print(output.bad(_OLD_CODE.format(built_for)))
     row = {
         "machine": dataclasses.asdict(machine),
         "capabilities": capabilities,
@@ -66,17 +74,6 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
         output.fail(found["error"])
     text = f"OK: results are bit-identical to the reference ({output.ranks(size)} on {where})"
     console.print(output.ok(text))
-
-
-def old_code_text(build: dict[str, Any]) -> str:
-    """Returns the warning about kernels that were compiled for an older GPU, with the remedy."""
-    return (
-        "Slow: these GPUs have compute capability 9.0 or later, but the kernels of this build (sm "
-        f"{build.get('architectures', 'unknown')}) were compiled for an earlier one. Such kernels "
-        "use neither thread block clusters nor programmatic dependent launch, so each call takes "
-        "longer, and rows wider than 8 KiB run unfused. Build for these GPUs: pip install . "
-        "--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=90"
-    )
 
 
 def _software(machine: Machine, capabilities: dict[str, Any]) -> list[tuple[str, str]]:

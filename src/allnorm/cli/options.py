@@ -139,8 +139,7 @@ def shapes(text: str, least: int = 0) -> list[Shape]:
 def model_shapes(models: str, num_tokens: list[int]) -> list[Shape]:
     """Returns the shapes of the named models, one per number of tokens."""
     with of("--model"):
-        found = [bench_modes.find_model(name) for name in words(models)]
-    return [model.shape(tokens) for model in found for tokens in num_tokens]
+        return [bench_modes.find_model(name, n) for name in words(models) for n in num_tokens]
 
 
 def device(text: str) -> str:
