@@ -190,7 +190,7 @@ class Failing(Peer):
         return None
 
     def supports(self, case: Case, mode: Mode) -> str:
-        return "only even rows" if case.num_rows % 2 else ""
+        return "only even rows" if case.shape.num_tokens % 2 else ""
 
     def reductions(self, case: Case) -> list[Reduction]:
         def call(index: int) -> torch.Tensor:

@@ -191,7 +191,7 @@ def allnorm_arm(
     sharded = mode.residual_sharded
     try:
         plan = comm.plan(
-            case.num_rows,
+            case.shape.num_tokens,
             case.shape.hidden_size,
             case.dtype,
             case.spec(mode.quant),
@@ -203,7 +203,7 @@ def allnorm_arm(
         return str(error)
     if algorithm not in ("auto", plan.algorithm):
         return plan.reason
-    rows = comm.row_shard(case.num_rows) if sharded else None
+    rows = comm.row_shard(case.shape.num_tokens) if sharded else None
     rest, method = case.rest(slice(*rows) if rows else slice(None)), _fused(comm, mode)
     arguments = [(x, *others) for x, others in zip(case.xs, rest, strict=True)]
     options = case.options(mode) | {"algorithm": algorithm, "residual_sharded": sharded}
@@ -358,9 +358,9 @@ def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
             return "packed scales would need a new layout after the all-gather"
         # Scales are gathered by rows. A column-major consumer would have to transpose them.
         spec = allnorm.Fp8PerGroup(spec.group_size, "row_major", spec.scale_format)
-    share = -(-case.num_rows // case.world_size)
-    lo = min(case.num_rows, case.rank * share)
-    hi = min(case.num_rows, lo + share)
+    share = -(-case.shape.num_tokens // case.world_size)
+    lo = min(case.shape.num_tokens, case.rank * share)
+    hi = min(case.shape.num_tokens, lo + share)
     padded = [_padded(x, share * case.world_size) for x in case.xs]
     residuals = [_padded(batch.residual[lo:hi], share) for batch in case.batches]
     norm = (_local_norm if local else _torch_norm)(case, residuals, spec, mode)
@@ -373,7 +373,10 @@ def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
         return residual, _gather(parts)
 
     def outcome(result: Any) -> Outcome:
-        residual, parts = result[0][: hi - lo], [part[: case.num_rows] for part in result[1]]
+        residual, parts = (
+            result[0][: hi - lo],
+            [part[: case.shape.num_tokens] for part in result[1]],
+        )
         if spec is None:
             return Outcome(residual, parts[0], rows=(lo, hi))
         quantized, *rest = parts

@@ -72,11 +72,6 @@ class Case:
         read = [*given, *(part for b in self.batches for part in (b.residual, b.weight))]
         return [int(tensor.view(words).sum(dtype=torch.int64)) for tensor in read]
 
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of the input."""
-        return self.shape.num_tokens
-
     def spec(self, quant: str) -> Quant | None:
         """Returns the quantization spec with that name; one object for all calls of this shape."""
         if quant not in self._specs:

@@ -164,7 +164,7 @@ class Gemm:
         self._xs: list[Any] = [x.shared if isinstance(x, allnorm.ExpertSum) else x for x in case.xs]
         self._kept = [x.clone() for x in self._xs]
         options: dict[str, Any] = {"dtype": case.dtype, "device": case.device}
-        self._left = torch.randn(case.num_rows, columns, **options) / columns
+        self._left = torch.randn(case.shape.num_tokens, columns, **options) / columns
         self._weights = [
             torch.randn(case.shape.hidden_size, columns, **options) for _ in range(NUM_SETS)
         ]

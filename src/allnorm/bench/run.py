@@ -235,7 +235,7 @@ def _time(trials: list[_Trial], case: Case, job: Job) -> clock.Samples:
     if job.device == "cpu":
         return clock.time_cpu([arm for _, arm in _running(trials)], job.seconds)
     graphs = [
-        (arm, trial.attempt(clock.capture, arm, case.num_rows, where="in a CUDA graph: "))
+        (arm, trial.attempt(clock.capture, arm, case.shape.num_tokens, where="in a CUDA graph: "))
         for trial, arm in _running(trials)
     ]
-    return clock.time_cuda([pair for pair in graphs if pair[1] is not None], case.num_rows)
+    return clock.time_cuda([pair for pair in graphs if pair[1] is not None], case.shape.num_tokens)

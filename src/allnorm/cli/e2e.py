@@ -163,7 +163,7 @@ def _table(results: Sequence[Result], torch_arm: str) -> output.FittedTable:
             r.arm,
             f"{r.ttft_ms:.2f}",
             f"{r.tpot_ms:.3f}",
-            _relative(r.tpot_ms, base),
+            f"{(r.tpot_ms / base - 1) * 100:+.1f} %" if math.isfinite(base) else "-",
             f"{r.itl_p50_ms:.3f} ({r.itl_p99_ms:.3f})",
             f"{r.tokens_per_s:,.0f}",
             output.microseconds(r.comm_us_per_layer) if r.comm_us_per_layer > 0 else "~0",
@@ -177,10 +177,6 @@ def _table(results: Sequence[Result], torch_arm: str) -> output.FittedTable:
     ranks = output.ranks(one.world_size)
     optional = (columns[-1], columns[-2], "comm us/layer", "TTFT ms", "tokens/s")
     return output.FittedTable(f"batch {one.batch_size}, {ranks}", columns, rows, optional=optional)
-
-
-def _relative(tpot_ms: float, base: float) -> str:
-    return f"{(tpot_ms / base - 1) * 100:+.1f} %" if math.isfinite(base) else "-"
 
 
 def _verdict(r: Result) -> str:

@@ -162,7 +162,7 @@ def _try_link_rates(comm: allnorm.Communicator, job: Job) -> LinkTimes:
                 found.wrong[rate] = f"{case.shape}, {rate:.0f} GB/s: {error}"
             else:
                 arms[rate] = replace(arm, name=f"{rate:.1f} GB/s")
-        found.us.update(_time(job, arms, case.num_rows))
+        found.us.update(_time(job, arms, case.shape.num_tokens))
 
     try_rates([0.0])
     if 0.0 in found.us:
@@ -262,7 +262,11 @@ def candidate_arm(
     force()
     arm = allnorm_arm(comm, case, mode, str(candidate), "auto")
     plan = comm.plan(
-        case.num_rows, case.shape.hidden_size, case.dtype, case.spec(mode.quant), algorithm="auto"
+        case.shape.num_tokens,
+        case.shape.hidden_size,
+        case.dtype,
+        case.spec(mode.quant),
+        algorithm="auto",
     )
     if isinstance(arm, str) or plan.algorithm != candidate.algorithm:
         return None

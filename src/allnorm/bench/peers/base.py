@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from allnorm.bench.arms import Arm, Call, Reduction, outcome_of
-from allnorm.bench.case import Case, Outcome
+from allnorm.bench.case import Case
 from allnorm.bench.modes import Mode, Shape
 from allnorm.testing import DTYPES
 
@@ -82,18 +82,13 @@ class Peer(ABC):
         if case.dtype not in self.dtypes:
             return f"no kernel for {case.dtype}"
         num_bytes = case.xs[0].numel() * case.dtype.itemsize
-        whole = case.num_rows and not num_bytes % self.granule_bytes
+        whole = case.shape.num_tokens and not num_bytes % self.granule_bytes
         return "" if whole else f"no kernel for {case.shape}"
 
-    def variants(
-        self,
-        call: Callable[[Any], Call],
-        choices: Mapping[str, Any],
-        outcome: Callable[[Any], Outcome] = outcome_of,
-    ) -> list[Arm]:
+    def variants(self, call: Callable[[Any], Call], choices: Mapping[str, Any]) -> list[Arm]:
         """Returns an arm per choice of a parameter; `choices` maps suffixes of names to values."""
         return [
-            Arm(f"{self.name}{suffix}", call(choice), outcome, foreign=True)
+            Arm(f"{self.name}{suffix}", call(choice), outcome_of, foreign=True)
             for suffix, choice in choices.items()
         ]
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import allnorm
-from allnorm.bench.arms import Arm, outcome_of
-from allnorm.bench.case import Case, Outcome
+from allnorm.bench.arms import Arm
+from allnorm.bench.case import Case
 from allnorm.bench.modes import Mode
 from allnorm.bench.peers.base import Peer
 
@@ -29,11 +29,6 @@ _ACCESS_BYTES = 16
 _CREATE = "trtllm_create_ipc_workspace_for_all_reduce_fusion"
 _CALL = "trtllm_allreduce_fusion"
 _NORM = "kARResidualRMSNorm"
-
-
-def _outcome(result: Any) -> Outcome:
-    """Converts the result of a quantized call, a tuple in the order of QuantizedNorm."""
-    return outcome_of(allnorm.QuantizedNorm(*result))
 
 
 class FlashInfer(Peer):
@@ -83,7 +78,10 @@ class FlashInfer(Peer):
 
     def supports(self, case: Case, mode: Mode) -> str:
         """Returns why not: rows must be multiples of 16 bytes; old versions lack weight_bias."""
-        if not case.num_rows or case.shape.hidden_size * case.dtype.itemsize % _ACCESS_BYTES:
+        if (
+            not case.shape.num_tokens
+            or case.shape.hidden_size * case.dtype.itemsize % _ACCESS_BYTES
+        ):
             return f"no kernel for {case.shape}"
         if case.shape.weight_bias and "weight_bias" not in self._parameters:
             return "this version has no weight_bias"
@@ -100,25 +98,26 @@ class FlashInfer(Peer):
 
     def _arms(self, case: Case, mode: Mode, pattern: int) -> list[Arm]:
         choices: dict[str, bool | None] = {"": None, ":one_shot": True}
-        if case.num_rows > case.world_size:  # asserted by FlashInfer's two-shot
+        if case.shape.num_tokens > case.world_size:  # asserted by FlashInfer's two-shot
             choices[":two_shot"] = False
-        outcome = _outcome if mode.quant else outcome_of
-        return self.variants(partial(self._call, case, mode, pattern), choices, outcome)
+        return self.variants(partial(self._call, case, mode, pattern), choices)
 
     def _quant_pattern(self, case: Case, mode: Mode) -> int | None:
         """Returns the id of the kernel that quantizes as the mode wants; None if there is none."""
         spec = case.spec(mode.quant)
-        out = "Out" if mode.return_normed else ""
         if isinstance(spec, allnorm.Fp8PerTensor):
-            name = f"{_NORM}{out}FP8Quant"
+            kind = "FP8Quant"
         elif isinstance(spec, allnorm.Fp8PerToken):
-            name = f"{_NORM}{out}DynamicFP8Quant"
-        elif isinstance(spec, allnorm.Fp8PerGroup) and spec.scale_format == "ue8m0_packed":
-            name = f"{_NORM}{out}PerTokenGroupFP8PackedQuant"
-            if "block_quant_group_size" not in self._parameters:
-                return None
+            kind = "DynamicFP8Quant"
+        elif (
+            isinstance(spec, allnorm.Fp8PerGroup)
+            and spec.scale_format == "ue8m0_packed"
+            and "block_quant_group_size" in self._parameters
+        ):
+            kind = "PerTokenGroupFP8PackedQuant"
         else:
             return None
+        name = f"{_NORM}{'Out' if mode.return_normed else ''}{kind}"
         pattern: int | None = getattr(self._patterns, name, None)
         return pattern
 
@@ -149,7 +148,7 @@ class FlashInfer(Peer):
             common["block_quant_group_size"] = spec.group_size
 
         def call(index: int) -> Any:
-            x, batch, quantized, scale = case.xs[index], case.batches[index], None, None
+            x, batch, quantized, scale = case.xs[index], case.batches[index], None, static
             residual = torch.empty_like(x)
             normed = torch.empty_like(x) if spec is None or mode.return_normed else None
             if spec is not None:
@@ -163,11 +162,11 @@ class FlashInfer(Peer):
                 norm_out=normed,
                 rms_gamma=batch.weight,
                 quant_out=quantized,
-                scale_out=scale,
+                scale_out=None if scale is static else scale,
                 **common,
             )
-            if spec is None:
+            if quantized is None or scale is None:
                 return normed, residual
-            return quantized, static if scale is None else scale, residual, normed
+            return allnorm.QuantizedNorm(quantized, scale, residual, normed)
 
         return call

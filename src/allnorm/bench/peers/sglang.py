@@ -83,7 +83,7 @@ class Sglang(Peer):
         if (
             self._fusion is None
             or num_bytes > _MAX_PUSH_BYTES
-            or case.num_rows > self._max_rows()
+            or case.shape.num_tokens > self._max_rows()
             or case.shape.weight_bias not in (0.0, 1.0)
             or not self._fusion.valid_cluster_sizes(case.shape.hidden_size)
         ):
