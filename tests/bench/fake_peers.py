@@ -44,6 +44,15 @@ def install(*names: str, **sglang: Any) -> None:
         globals()[f"install_{name}"](**(sglang if name == "sglang" else {}))
 
 
+class Communicator:
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        calls.append(("close", {}))
+
+
 # ---- FlashInfer --------------------------------------------------------------------------------
 
 
@@ -135,7 +144,7 @@ def install_flashinfer() -> None:
 # ---- vLLM --------------------------------------------------------------------------------------
 
 
-class CustomAllreduce:
+class CustomAllreduce(Communicator):
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, max_size: int = 8192 * 1024
     ) -> None:
@@ -148,13 +157,6 @@ class CustomAllreduce:
 
     def custom_all_reduce(self, x: Tensor) -> Tensor | None:
         return _reduce(x) if x.numel() * x.element_size() < self.max_size else None
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        yield
-
-    def close(self) -> None:
-        calls.append(("close", {}))
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
@@ -174,7 +176,7 @@ def install_vllm() -> None:
 # ---- SGLang ------------------------------------------------------------------------------------
 
 
-class CustomAllReduceV2:
+class CustomAllReduceV2(Communicator):
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -195,13 +197,6 @@ class CustomAllReduceV2:
     def custom_all_reduce(self, x: Tensor) -> Tensor:
         x.copy_(_reduce(x))  # as the real one does in CUDA graphs
         return x.clone()
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        yield
-
-    def close(self) -> None:
-        calls.append(("close", {}))
 
 
 def all_reduce_residual_norm(

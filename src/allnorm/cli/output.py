@@ -24,7 +24,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
@@ -60,10 +59,8 @@ def progress(title: str) -> Iterator[OnMessage]:
     if not stream.is_terminal:
         yield _plain_progress(title)
         return
-    columns: tuple[Any, ...] = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
-        *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
-    )
+    times = (TimeElapsedColumn(), "left", TimeRemainingColumn())
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), *times)
     with Progress(*columns, console=stream, transient=True) as bar:
         task = bar.add_task(escape(f"{title}: starting ranks"), total=None)
 
