@@ -3,11 +3,10 @@
     torchrun --nproc-per-node 2 examples/dependent_product.py
 
 In a model, the fused op follows a row-parallel linear layer. A cuBLAS GEMM does not trigger its
-dependent launch before it ends. In a CUDA graph the fused op still starts early, by a programmatic
-edge of the graph; an eager call waits for the end of the GEMM. A kernel with programmatic dependent
-launch can trigger the next kernel itself. The one in `allnorm.bench.triton_product` does so as soon
-as its own input is complete. The fused op then starts while the GEMM runs, and waits for its end
-before it reads anything (`griddepcontrol.wait`). The call itself does not change.
+dependent launch, so an eager call waits for the end of the GEMM. The Triton kernel of
+`allnorm.bench.triton_product` triggers it as soon as its own input is complete. The fused op then
+starts while the GEMM runs, and waits for its end before it reads anything. In CUDA graphs it starts
+early in any case, by a programmatic edge. The call itself does not change.
 
 Prints, per number of tokens, the time of a GEMM and a fused call in CUDA graphs: for the Triton
 kernel with and without the early trigger, and for PyTorch's GEMM. Exits with 0 if the calls are
@@ -54,7 +53,7 @@ def run(comm: allnorm.Communicator, weights: list[torch.Tensor], num_tokens: int
     norm_weight = torch.randn(HIDDEN_SIZE, **options)
     partial_sum = torch.empty(num_tokens, HIDDEN_SIZE, **options)
 
-    def product(index: int, is_dependent: bool) -> None:
+    def gemm(index: int, is_dependent: bool) -> None:
         linear(x, weights[index], partial_sum, is_dependent=is_dependent)
 
     def call(algorithm: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +63,7 @@ def run(comm: allnorm.Communicator, weights: list[torch.Tensor], num_tokens: int
 
     right = True
     for is_dependent in (False, True):
-        product(0, is_dependent)
+        gemm(0, is_dependent)
         right &= all(map(same_bits, call(), call("unfused")))
 
     def with_pytorch(index: int) -> None:
@@ -72,14 +71,14 @@ def run(comm: allnorm.Communicator, weights: list[torch.Tensor], num_tokens: int
         call()
 
     def with_triton(index: int, is_dependent: bool) -> None:
-        product(index, is_dependent)
+        gemm(index, is_dependent)
         call()
 
     steps: dict[str, Step] = {
         "PyTorch GEMM + fused op": with_pytorch,
         "Triton GEMM + fused op": partial(with_triton, is_dependent=False),
         "Triton GEMM with early trigger + fused op": partial(with_triton, is_dependent=True),
-        "Triton GEMM alone": partial(product, is_dependent=False),
+        "Triton GEMM alone": partial(gemm, is_dependent=False),
     }
     for name, step in steps.items():
         us = measure(step, num_tokens)

@@ -84,12 +84,12 @@ def main() -> int:
 
         spec = allnorm.Fp8PerGroup(GROUP, "column_major")
         fused = comm.all_reduce_add_rms_norm_quant(x, residual, norm_weight, 1e-6, quant=spec)
-        product = linear(fused.quantized, fused.scale, weight, weight_scale)
+        result = linear(fused.quantized, fused.scale, weight, weight_scale)
 
         normed, _ = comm.all_reduce_add_rms_norm(x, residual, norm_weight, 1e-6)
         separate = linear(*reference.quantize(normed, spec), weight, weight_scale)
-        equal = torch.equal(product, separate)
-        print(f"rank {comm.rank}: {tuple(product.shape)}, equal to the separate steps: {equal}")
+        equal = torch.equal(result, separate)
+        print(f"rank {comm.rank}: {tuple(result.shape)}, equal to the separate steps: {equal}")
     dist.destroy_process_group()
     return 0 if equal else 1
 

@@ -32,18 +32,20 @@ _RUN_TO_RUN_US = 0.1
 _RUN_TO_RUN_SHARE = 0.02
 
 # Identity of a row, with defaults for fields that older versions did not write.
-_KEY: dict[str, Any] = dict.fromkeys(
-    ("gpu", "cpu", "world_size", "num_tokens", "hidden_size", "eps", "dtype", "arm")
-)
-_KEY |= {
+_KEY: dict[str, Any] = {
+    **dict.fromkeys(("gpu", "cpu", "world_size", "num_tokens", "hidden_size", "eps", "dtype")),
+    "arm": None,
     "weight_bias": 0.0,
     "numerics": "rounded",
     "quant": "",
+    "residual_sharded": False,
+    "return_normed": False,
+    "post_norm": False,
+    "experts": 0,
     "product": 0,
     "max_blocks": 0,
     "island_size": 0,
 }
-_KEY |= {"residual_sharded": False, "return_normed": False, "post_norm": False, "experts": 0}
 
 Row = Mapping[str, Any]
 

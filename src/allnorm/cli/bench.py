@@ -230,22 +230,20 @@ def _shapes(model: str, tokens: str, shapes: str, where: str) -> list[Shape]:
 
 
 def _explanation(job: Job) -> str:
-    clock = (
-        "time per call in CUDA graph replays"
-        if job.device == "cuda"
-        else "wall time per call, one process per rank"
-    )
-    work = "All-reduce + residual add + RMSNorm"
-    work += " + FP8" if any(mode.quant for mode in job.modes) else ""
+    clock = "time per call in CUDA graph replays"
+    if job.device != "cuda":
+        clock = "wall time per call, one process per rank"
+    quantized = any(mode.quant for mode in job.modes)
     text = (
-        f"{work} of {job.dtype} on {topology.device_name(job.device)}: p50 and (p99) of the "
-        f"{clock}, in us, of the slowest rank. Implementations are interleaved; every rank has "
+        f"All-reduce + residual add + RMSNorm{' + FP8' if quantized else ''} of {job.dtype} on "
+        f"{topology.device_name(job.device)}: p50 and (p99) of the {clock}, in us, of the slowest "
+        "rank. Implementations are interleaved; every rank has "
         "different inputs. allnorm: chooses its algorithm. +torch: PyTorch's add and RMSNorm "
         "after the all-reduce. +local: allnorm's own add + norm kernel after the all-reduce. "
         "bits: allnorm's results are bit-identical to the reference, the others' are within their "
         "rounding error bounds; checked before anything is timed."
     )
-    if any(mode.quant for mode in job.modes):
+    if quantized:
         text += (
             " allnorm16: without quantization; quant cost: time of allnorm minus allnorm16. "
             "+quant: 16-bit results, then a quantization kernel (+local+quant: one kernel for "

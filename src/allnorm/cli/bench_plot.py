@@ -142,12 +142,12 @@ def _draw(axes: Axes, measurements: Sequence[Measurement], panel: Panel) -> None
 
 def _line(axes: Axes, members: list[Measurement], kind: str, look: dict[str, Any]) -> None:
     """Draws the p50 of the fastest variant per number of tokens, with a band up to its p99."""
-    tokens = sorted({m.shape.num_tokens for m in members})
-    fastest = [best(m for m in members if m.shape.num_tokens == t) for t in tokens]
+    sizes = sorted({m.shape.num_tokens for m in members})
+    fastest = (best(m for m in members if m.shape.num_tokens == size) for size in sizes)
     points = [m for m in fastest if m is not None]
     tokens = [m.shape.num_tokens for m in points]
-    axes.plot(tokens, [m.shown_us for m in points], label=kind, **look)
     low, high = [m.shown_us for m in points], [m.shown_p99_us for m in points]
+    axes.plot(tokens, low, label=kind, **look)
     axes.fill_between(tokens, low, high, color=look["color"], alpha=0.12, linewidth=0)
 
 

@@ -23,11 +23,10 @@ _MAX_PUSH_ROWS_OF_MANY_RANKS = 512
 class Sglang(Peer):
     """Arms of `all_reduce_residual_norm`, with its own choice of algorithm and with each of them.
 
-    One-shot pushes every row to all ranks. Two-shot pushes it to the row's owner, which pushes the
-    sum back. The data are the flags, so neither has a barrier. The kernels support bfloat16 and
-    widths that are multiples of 256. They get up to 16 MiB and up to 1024 rows with two ranks, 512
-    with more; SGLang itself uses them for at most 512 rows and 4 MiB, in decode. For other sizes
-    there is an arm of SGLang's `CustomAllReduceV2`, up to 16 MiB; beyond that SGLang uses NCCL.
+    The kernels push rows, and the data are the flags. They support bfloat16 and widths that are
+    multiples of 256, here up to 16 MiB and 1024 rows with two ranks, 512 with more. SGLang itself
+    uses them for at most 512 rows and 4 MiB, in decode. For other sizes up to 16 MiB there is an
+    arm of its `CustomAllReduceV2`; for larger ones SGLang uses NCCL.
 
     In CUDA graphs the two-shot algorithm of `CustomAllReduceV2` overwrites the inputs of all ranks,
     which it keeps mapped, with the sum.
