@@ -48,6 +48,6 @@ def test_old_code_causes_a_warning_with_the_remedy(
     monkeypatch.setattr(doctor, "run_ranks", lambda *args, **kwargs: [found])
     done = CliRunner(env={"COLUMNS": "180"}).invoke(app.app, ["doctor", "--device", "cpu"])
     assert done.exit_code == 0, done.output
-    said = " ".join(done.output.split())
-    assert ("Slow: these GPUs" in said) == old
-    assert ("ALLNORM_CUDA_ARCHITECTURES=90" in said) == old
+    shown = " ".join(done.output.split())
+    assert ("Slow: these GPUs" in shown) == old
+    assert ("ALLNORM_CUDA_ARCHITECTURES=90" in shown) == old

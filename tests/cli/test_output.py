@@ -39,8 +39,8 @@ def test_shown_figures_are_complete(width: int) -> None:
     for row, index in itertools.product(ROWS, shown):
         if COLUMNS[index] not in ("why", "verdict"):
             assert any(row[index] in line.split() for line in text), (row[index], text)
-    said = [line for line in text if line.startswith("not shown")]
-    assert bool(said) == bool(dropped)
+    note = [line for line in text if line.startswith("not shown")]
+    assert bool(note) == bool(dropped)
 
 
 def test_optional_columns_are_dropped_first_and_named() -> None:

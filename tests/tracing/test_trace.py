@@ -256,7 +256,7 @@ def test_kernels_of_graphs_and_of_operators_are_counted() -> None:
 
 
 def test_time_that_a_kernel_waits_for_the_previous_one_does_not_count() -> None:
-    """Kernels that start early, within another one, on a different stream, and after a gap."""
+    """Runs kernels that start early, inside others, on a different stream and after a gap."""
     one_shot = next(iter(KERNELS))
     kernels = [
         *((one_shot, 3.0, 7), ("gemm", 0.0, 7), (one_shot, 20.0, 7), (one_shot, 20.0, 7)),

@@ -53,7 +53,7 @@ class Arm:
     # Whether ranks wait for each other in the call. Then the first rank of a replay waits for the
     # last one, so the shortest of the ranks' times is the time of the calls.
     in_step: bool = True
-    # Describes the error of a result, for an arm whose results are not those of the mode.
+    # Describes the error of a result, for an arm that does not compute the results of the mode.
     check: Callable[[Any, int], str] | None = None
 
 

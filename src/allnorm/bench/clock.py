@@ -135,7 +135,7 @@ def over_ranks(arm: Arm) -> str:
 
 
 def over_all_ranks(samples: Samples, arms: Iterable[Arm]) -> Samples:
-    """Combines the ranks' times of each replay (or call), as `over_ranks` says. Collective.
+    """Combines the ranks' times of each replay (or call), see `over_ranks`. Collective.
 
     `samples` are this rank's. The result is equal on every rank.
     """

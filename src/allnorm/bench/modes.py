@@ -33,7 +33,7 @@ class Mode:
     residual_sharded: bool = False  # each rank holds only its own rows of the residual
     return_normed: bool = False  # a quantized call returns the normed rows too
     post_norm: bool = False  # the reduced sum is also normed before the residual add
-    experts: int = 0  # number of experts whose rows, plus a shared expert's, x sums; 0: plain x
+    experts: int = 0  # experts per token that x sums, besides a shared one; 0: plain x
 
     @property
     def is_plain(self) -> bool:

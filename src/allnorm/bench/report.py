@@ -29,7 +29,7 @@ class Measurement:
     world_size: int  # number of ranks
     arm: str  # name of the implementation
     # Time per call, maximum over ranks. After a GEMM: the time in excess of the GEMM's, with ranks
-    # combined as `over_ranks` says. NaN if not timed.
+    # combined; see `over_ranks`. NaN if not timed.
     p50_us: float
     p90_us: float
     p99_us: float

@@ -84,7 +84,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         `mode` (indices), `product`, `arm`, `reason` (why it cannot run, or ""), `error` (what is
         wrong with its result, or ""), `p50_us`, `p90_us`, `p99_us` of this rank, and on GPUs
         `host_us` and `eager_us` of calls without a graph. After a GEMM, times are combined over
-        ranks as `over_ranks` says and are in excess of the GEMM's time `product_us`;
+        ranks (see `clock.over_ranks`) and are in excess of the GEMM's time `product_us`;
         `beyond_empty_us` is p50 in excess of an empty kernel's time `empty_us`. Arms that did not
         run, or were wrong, have no times.
     """

@@ -35,7 +35,7 @@ def bench(
     model: Annotated[
         str,
         work_option(
-            f"Models whose hidden sizes to run, separated by commas: "
+            "Models to take hidden sizes and norms from, separated by commas: "
             f"{', '.join(bench_modes.MODELS)}."
         ),
     ] = "",

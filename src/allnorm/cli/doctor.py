@@ -130,8 +130,8 @@ def _print_gpus(console: Console, machine: Machine, capabilities: dict[str, Any]
     console.print(output.FittedTable("GPUs", columns, rows))
     if any(gpu.nvlinks is None for gpu in machine.gpus):
         source = machine.link_source
-        said = f"{source} does not report them" if source == "NVML" else source
-        console.print(f"NVLinks: {said}.")
+        text = f"{source} does not report them" if source == "NVML" else source
+        console.print(f"NVLinks: {text}.")
     indices = [str(gpu.index) for gpu in machine.gpus]
     access = [
         (index, *(output.ok("yes") if peer else output.bad("no") for peer in peers))

@@ -90,7 +90,7 @@ def tune(
         product=_PRODUCT[where] if product is None else product,
     )
     if not busy:
-        _refuse_a_busy_machine(max(sizes))
+        _reject_busy_machine(max(sizes))
     console = output.console()
     if check:
         held = [_check(job, size, directory, json, console) for size in sizes]
@@ -101,7 +101,7 @@ def tune(
         raise typer.Exit(1)
 
 
-def _refuse_a_busy_machine(world_size: int) -> None:
+def _reject_busy_machine(world_size: int) -> None:
     """Raises if too few cores are idle, because the measured times would be noise."""
     cores, busy = topology.num_cores(), topology.busy_cores()
     needed = min(world_size, cores)

@@ -103,7 +103,7 @@ class FlashInfer(Peer):
         return self.variants(partial(self._call, case, mode, pattern), choices)
 
     def _quant_pattern(self, case: Case, mode: Mode) -> int | None:
-        """Returns the id of the kernel that quantizes as the mode wants; None if there is none."""
+        """Returns the id of the kernel that quantizes as in the mode, if there is one."""
         spec = case.spec(mode.quant)
         if isinstance(spec, allnorm.Fp8PerTensor):
             kind = "FP8Quant"
