@@ -1,6 +1,7 @@
 # Writes the header that names the commit of the sources.
-# Runs in every build, as cmake -DSOURCE=DIR -DHEADER=FILE -P commit.cmake, and writes only what changed. "-dirty": files that are built in have other contents
-# than the commit. Empty without git; -DCOMMIT=HASH names the commit then.
+# It runs in every build, as cmake -DSOURCE=DIR -DHEADER=FILE -P commit.cmake, and writes only a changed
+# header. It appends "-dirty" if files that are built in differ from the commit. Without git the commit is
+# empty, unless -DCOMMIT=HASH names it.
 if(NOT COMMIT)
   set(git git -c safe.directory=* -C ${SOURCE})
   execute_process(COMMAND ${git} rev-parse --show-toplevel HEAD
