@@ -1,4 +1,4 @@
-// The host side of the CUDA backend, compiled as C++ over the fake runtime.
+// The host side of the CUDA backend, compiled as C++ with the fake runtime.
 #include "gpu/c_api.cu"
 #include "gpu/capture.cu"
 #include "gpu/communicator.cu"

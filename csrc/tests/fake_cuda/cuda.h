@@ -1,4 +1,4 @@
-// As much of CUDA's driver as the host side of the CUDA backend calls, over the model of fake.h.
+// The part of CUDA's driver API that the host side of the CUDA backend calls; see fake.h.
 #ifndef ALLNORM_TESTS_FAKE_CUDA_CUDA_H_
 #define ALLNORM_TESTS_FAKE_CUDA_CUDA_H_
 

@@ -1,5 +1,5 @@
-// As much of CUDA's runtime as the host side of the CUDA backend calls, over a model of it
-// (fake.h): found instead of CUDA's own header by the host_*_test programs.
+// The part of CUDA's runtime API that the host side of the CUDA backend calls; see fake.h. Replaces
+// CUDA's header in the host_*_test programs.
 #ifndef ALLNORM_TESTS_FAKE_CUDA_RUNTIME_H_
 #define ALLNORM_TESTS_FAKE_CUDA_RUNTIME_H_
 

@@ -1,11 +1,10 @@
-// A model of CUDA's runtime, as far as order, captures and failures go: what is enqueued is
-// numbered, and of every piece of work it is known which others come before it, by CUDA's rules and
-// not by the moment at which it was enqueued. Nothing is run.
+// A model of CUDA's runtime for order, captures and failures. It numbers launches, and knows which
+// launches complete before each launch begins according to CUDA's rules. No kernel runs.
 //
-// As in CUDA: a handle may be used again once its stream is destroyed (here always at once), work
-// on a destroyed stream goes on, an event that is recorded in a capture is of that capture, and who
-// breaks the rules of captures makes them invalid. A destroyed stream that is asked for anything
-// ends the real process; here it is counted.
+// As in CUDA, the handle of a destroyed stream may be reused (here always at once), work on a
+// destroyed stream continues, an event recorded in a capture belongs to that capture, and breaking
+// the rules of captures invalidates them. Using a destroyed stream ends a real process; here it
+// counts as a violation.
 #ifndef ALLNORM_TESTS_FAKE_CUDA_FAKE_H_
 #define ALLNORM_TESTS_FAKE_CUDA_FAKE_H_
 
@@ -20,55 +19,56 @@
 
 namespace allnorm::fake {
 
-// What stands for a kernel.
+// Identifies a kernel.
 struct Kernel {
   int dtype;
   bool is_local;
   KernelKey key;
 };
 
-// A launch: of a graph's node each time that the graph is launched.
+// A launch. A node of a graph is launched each time the graph is.
 struct Launch {
-  int number;  // counts launches, captured ones too
+  int number;  // in the order of launches, with captured ones
   const Kernel* kernel;
-  FusedParams params;  // of a kernel that exchanges; those of its rows with owners begin so
+  FusedParams params;  // unless the kernel is local; OwnedRowsParams begin with FusedParams
   cudaStream_t stream;
   unsigned cluster_size;
   bool dependent;          // programmatic dependent launch
-  cudaGraphEdgeData edge;  // captured: what it waits for of those before it, set by hand
+  cudaGraphEdgeData edge;  // captured: set by cudaStreamUpdateCaptureDependencies()
   unsigned num_blocks;
   unsigned long long capture;  // 0: eager
-  std::set<int> before;  // launches that are complete when it begins; of its capture if captured
+  std::set<int> before;  // launches that complete before it begins; if captured, of its capture
 };
 
-// Everything that was launched eagerly or captured, and what graphs launched, since reset().
+// Launches since reset(): eager and captured ones, and those of launched graphs.
 const std::vector<Launch>& launches();
 const std::vector<Launch>& replays();
 
-// Forgets all that was launched, ends what is left of captures, and sets what follows back.
+// Forgets launches and captures, and resets failures, counts and the current device.
 void reset();
 
-// What a device and the code that is loaded on it are: 10 * major + minor. Otherwise 9.0.
+// Sets the compute capability of a device and of the code loaded on it, as 10 * major + minor. The
+// default is 90.
 void set_device(int index, int capability, int ptx, int binary);
 
-// The `nth` call from now on that may fail fails, 0 being the next, of those of the function `name`
-// if that is not NULL; with `all_after` every later one too. -1: none.
+// Makes the `nth` call from now on fail, where 0 is the next one, and with `all_after` all later
+// ones. Counts only calls of the function `name` unless it is NULL. -1: no call fails.
 void fail_nth(int nth, const char* name = nullptr, bool all_after = false);
 bool has_failed();
 bool has_failed(const char* name);
-// Calls of a function since reset().
+// Returns the number of calls of a function since reset().
 int calls_of(const char* name);
 
-// Another library launches a kernel, on the current device.
+// Launches a kernel of a different library on the current device.
 void launch_foreign(cudaStream_t stream, bool dependent);
 
-// The function that launches kernels.
+// The name of the function that launches kernels.
 extern const char* const kLaunch;
 
-// Uses of destroyed streams, events and memory; memory, events, objects and mappings that are
-// there; and the current device's number.
+// The number of uses of destroyed streams, events and memory.
 int violations();
 const char* last_violation();
+// The number of events, allocations and mappings that exist.
 int num_alive();
 int current_device();
 

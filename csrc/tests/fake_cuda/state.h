@@ -1,0 +1,126 @@
+// The state of the fake of CUDA's runtime, and the objects of CUDA's handles.
+#ifndef ALLNORM_TESTS_FAKE_CUDA_STATE_H_
+#define ALLNORM_TESTS_FAKE_CUDA_STATE_H_
+
+#include <cuda.h>
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tests/fake_cuda/fake.h"
+
+struct FakeNode {
+  allnorm::fake::Launch launch;
+  int device;
+  int priority;
+  std::set<FakeNode*> before;           // all predecessors, direct or not
+  std::vector<FakeNode*> dependencies;  // the direct predecessors
+};
+
+struct FakeGraph {
+  std::vector<std::shared_ptr<FakeNode>> nodes;
+};
+struct FakeGraphExec : FakeGraph {};
+
+struct Capture {
+  unsigned long long id;
+  FakeGraph* graph;
+  cudaStream_t origin;
+  bool valid = true;
+};
+
+// What precedes the next work of a stream: launches, or nodes if the stream is being captured.
+struct Point {
+  std::set<int> work;
+  Capture* capture = nullptr;
+  std::set<FakeNode*> nodes;
+  cudaGraphEdgeData edge = {};  // from these to the next
+};
+
+struct FakeStream {
+  Point point;
+  int priority = 0;
+  bool alive = true;
+  std::vector<cudaGraphNode_t> returned;  // by cudaStreamGetCaptureInfo()
+};
+struct FakeEvent {
+  Point point;
+  bool recorded = false;
+};
+
+// State since the last reset().
+struct Session {
+  int device = 0;
+  cudaError_t last_error = cudaSuccess;
+  int until_failure = -1;    // calls that still succeed; -1: all do
+  std::string failing;       // the function that fails; empty: any
+  bool fails_after = false;  // all later calls fail, too
+  std::string failed;        // the last function that failed
+  std::map<std::string, int> calls;
+  int violations = 0;
+  std::string violation;
+  std::vector<std::unique_ptr<Capture>> captures;
+  std::vector<allnorm::fake::Launch> launches, replays;
+  std::set<int> complete;  // launches before a cudaDeviceSynchronize()
+  int num_launches = 0;
+};
+struct State : Session {
+  struct Code {
+    int capability = 90, ptx = 90, binary = 90;
+  };
+  std::map<int, Code> code;  // by device
+  FakeStream default_stream;
+  std::vector<std::unique_ptr<FakeStream>> streams;
+  std::vector<FakeStream*> free_streams;
+  std::set<FakeEvent*> events;
+  std::set<void*> device_memory, host_memory, mapped;
+  unsigned long long num_captures = 0;
+};
+inline State& state() {
+  static State state;
+  return state;
+}
+
+inline cudaError_t give(cudaError_t error) {
+  if (error != cudaSuccess) state().last_error = error;
+  return error;
+}
+
+// Counts a call of the function `name`; returns whether fail_nth() makes it fail.
+inline bool fails(const char* name) {
+  State& s = state();
+  ++s.calls[name];
+  if (s.until_failure < 0 || (!s.failing.empty() && s.failing != name)) return false;
+  if (s.until_failure > 0) {
+    --s.until_failure;
+    return false;
+  }
+  if (!s.fails_after) s.until_failure = -1;
+  s.failed = name;
+  return true;
+}
+// The first lines of every function that may fail.
+#define MAY_FAIL() \
+  if (fails(__func__)) return give(cudaErrorMemoryAllocation)
+#define MAY_FAIL_OR_BREAK_CAPTURES() \
+  MAY_FAIL();                        \
+  if (const cudaError_t error = forbidden_in_captures()) return error
+
+inline void violate(const char* what) {
+  ++state().violations;
+  state().violation = what;
+}
+
+// Using a destroyed stream is a violation.
+inline FakeStream& stream_of(cudaStream_t handle) {
+  static thread_local FakeStream of_thread;
+  if (handle == nullptr || handle == cudaStreamLegacy) return state().default_stream;
+  if (handle == cudaStreamPerThread) return of_thread;
+  if (!handle->alive) violate("a destroyed stream was used");
+  return *handle;
+}
+
+#endif  // ALLNORM_TESTS_FAKE_CUDA_STATE_H_
