@@ -1,14 +1,13 @@
-// Devices made of fibers, enough to run the CUDA kernels of this project with g++.
+// Simulated GPUs: runs the CUDA kernels of this project, compiled with g++, on fibers.
 //
-// Every CUDA thread of every rank is a fiber of one OS thread. A seeded scheduler picks a rank, one
-// of its blocks and an order of its threads, again and again; a thread gives way wherever it waits,
-// and now and then between the words of a 16-byte access. So every run is a different interleaving
-// of all ranks, and the same seed gives the same one. Memory is sequentially consistent: weaker
-// memory is seen by ThreadSanitizer alone, which takes every fiber for a thread and is told what
-// orders what (shim/model.h).
+// Every CUDA thread of every rank is a fiber of one OS thread. A seeded scheduler repeatedly picks
+// a rank, one of its blocks and an order of its threads. A thread yields wherever it waits, and
+// sometimes between the words of a 16-byte access. Each seed gives a different, reproducible
+// interleaving of all ranks. Memory is sequentially consistent. Only ThreadSanitizer finds errors
+// that need weaker memory: it treats every fiber as a thread, and model.h tells it what is ordered.
 //
-// Compiled into a library of its own (machine.cpp, fibers.cpp, model.cpp), without
-// -fsanitize=thread: ThreadSanitizer watches the kernels, not the scheduler.
+// The library is compiled without -fsanitize=thread: ThreadSanitizer checks the kernels, not the
+// scheduler.
 #ifndef ALLNORM_TESTS_SHIM_DEVICE_H_
 #define ALLNORM_TESTS_SHIM_DEVICE_H_
 
@@ -27,61 +26,59 @@ struct Launch {
   uint32_t num_threads = 32;
   uint32_t cluster_size = 1;
   uint32_t dynamic_shared_bytes = 0;
-  bool exchanges = true;  // is an operation among all ranks
+  bool exchanges = true;  // counts as an operation among all ranks
   bool dependent = true;  // with programmatic dependent launch
   std::function<void()> kernel;
 };
 
-// What wait_for_preceding_grid() waits for. The PTX ISA says "all prerequisite grids in flight",
-// and not whether a grid is one that precedes a complete grid which has not waited itself. On
-// GPUs grids of a stream complete in order (docs/protocol.md): who waits for one waits for all.
+// What wait_for_preceding_grid() waits for. The PTX ISA says "all prerequisite grids in flight". It
+// does not say whether these include the grids before a complete grid that did not wait itself. On
+// GPUs, grids of a stream complete in order (docs/protocol.md), so waiting for one waits for all.
 enum class Completion { kInOrder, kOfPrecedingOnly };
 
-// Who runs. In all of them now and then one warp goes ahead of all others for a while.
+// Which threads run. In every schedule, one warp sometimes runs ahead of all others for a while.
 enum class Schedule {
   kRandom,
-  kRankHeld,      // one rank stands still while the others do all they can, then another one
-  kRankFirst,     // one rank runs nearly always: the others are late for it
-  kWarpHeld,      // one warp of one block of a rank stands still, mostly one that touches no data
-  kHandBackHeld,  // of those, always the one that hands slots back
-  kNewestFirst,   // grids that were let in early run before those that let them in
+  kRankHeld,      // one rank pauses until the others cannot continue, then a different one
+  kRankFirst,     // one rank runs nearly always, and the others are late
+  kWarpHeld,      // one warp pauses, mostly one of the service cluster
+  kHandBackHeld,  // the warp that returns slots pauses
+  kNewestFirst,   // dependent grids run before the grids that triggered them
 };
 constexpr int kSchedules = 6;
 
-// All devices and the scheduler. One at a time.
+// All devices and the scheduler. Only one machine may exist at a time.
 class Machine {
  public:
-  // `num_streams`: of each rank.
+  // `num_streams`: streams of each rank.
   Machine(int num_ranks, uint64_t seed, Schedule schedule = Schedule::kRandom, int num_streams = 1,
           Completion completion = Completion::kInOrder);
   ~Machine();
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // Tells that others than `region.owner` write there.
+  // Declares memory that ranks other than `region.owner` write.
   void share(const Region& region);
 
-  // How many blocks a rank's device holds at once, of all its streams; before anything is launched.
-  // Blocks of a grid start in order, whole clusters, and of grids of different streams any may be
-  // next: no order of theirs is promised.
+  // Limits the resident blocks of a rank's device, over all its streams. Call before any launch.
+  // The clusters of a grid start in order; grids of different streams start in any order.
   void limit_blocks(int rank, uint32_t most);
 
-  // Enqueues a kernel on one of the rank's streams. It starts when the grid before it lets it in,
-  // or, if it is not dependent, when all grids before it are complete.
+  // Enqueues a kernel on one of the rank's streams. A dependent launch starts when the preceding
+  // grid triggers it, any other when all preceding grids are complete.
   void launch(int rank, Launch launch, int stream = 0);
 
-  // Runs everything that was launched, or until `stop` says so after a turn; false if that does not
-  // come within `max_turns`.
+  // Runs until all launches are complete, or `stop` returns true after a turn. Returns false if
+  // that takes more than `max_turns`.
   bool run(uint64_t max_turns, const std::function<bool()>& stop = nullptr);
 
-  // From now on this rank stands still, as a process that is stopped; -1: none does. What it still
-  // has to do does not keep run() from ending.
+  // Stops a rank, like a stopped process; -1: no rank. run() does not wait for a stopped rank.
   void hold(int rank);
 
-  // Grids of a rank's streams that are complete.
+  // The number of complete grids of a rank.
   uint64_t completed(int rank) const;
 
-  // The most grids that a rank has completed more than another at any time.
+  // The largest difference so far between the complete grids of two streams.
   uint64_t greatest_lead() const;
 
   struct State;
@@ -90,8 +87,8 @@ class Machine {
   std::unique_ptr<State> state_;
 };
 
-// A verb of protocol/accesses.h that a thread carries out, as its PTX; at no address for what is no
-// access. `value`: the first word, or 8 bytes.
+// A verb of protocol/accesses.h that a thread executes, as PTX. `address` is null for verbs that do
+// not access memory. `value`: the first word, or 8 bytes.
 struct Access {
   int rank;
   uint64_t operation;
@@ -100,10 +97,10 @@ struct Access {
   const void* address;
   uint64_t value;
 };
-// Calls `look` with every one of them, until another is given.
+// Calls `look` with every access from now on; nullptr stops that.
 void trace(std::function<void(const Access&)> look);
 
-// ---- What fibers call --------------------------------------------------------------------------
+// ---- For the kernels ---------------------------------------------------------------------------
 
 struct Index {
   uint32_t x = 0;
@@ -118,10 +115,10 @@ void note_access(const char* verb, const void* address, uint64_t value);
 
 void yield();
 void yield_sometimes(uint64_t one_in);
-// Gives way until something that threads wait for may have changed.
+// Yields until memory that threads poll may have changed.
 void sleep_until_change();
 void note_change();
-// Turns of the scheduler so far: what time is made of.
+// Turns of the scheduler so far. Simulated time is derived from them.
 uint64_t turns();
 
 void sync_block();
@@ -132,20 +129,20 @@ bool vote_all(bool value);
 void wait_for_preceding_grid();
 void trigger_next_grid();
 
-// Shared memory of a block: variables, then what the launch asked for. Uninitialized is NaN.
+// Shared memory of a block: variables, then dynamic memory. Uninitialized bytes form NaN.
 constexpr size_t kSharedBytes = 32 << 10;
 constexpr size_t kDynamicSharedOffset = 24 << 10;
-// Where a variable lies in it; before any block starts.
+// Reserves space for a variable and returns its offset. Call before any block starts.
 size_t reserve_shared(size_t bytes);
 char* shared_memory();
-// The same variable of another block of the cluster; when it is written, that block must not have
-// ended.
+// Returns the address of a variable in block `rank` of the cluster. will_write_in_cluster() checks
+// that this block has not ended.
 void* in_cluster(uint32_t rank, const void* mine);
 void will_write_in_cluster(const void* theirs);
 
 }  // namespace allnorm::shim
 
-// ---- What nvcc would provide ------------------------------------------------------------------
+// ---- Provided by nvcc on a GPU ----------------------------------------------------------------
 
 #define __device__
 #define __global__

@@ -8,7 +8,7 @@
 
 #include "tests/shim/model.h"
 
-// Of the sanitizers' runtimes, where they are linked.
+// Functions of the sanitizers' runtimes; null if those are not linked.
 extern "C" {
 __attribute__((weak)) void* __tsan_get_current_fiber();
 __attribute__((weak)) void* __tsan_create_fiber(unsigned flags);
@@ -26,9 +26,9 @@ namespace allnorm::shim {
 namespace {
 
 constexpr size_t kPiecesPerChunk = 64;
-// Of a new stack; deeper frames find what others left.
+// Bytes of a new stack that are set to NaN. Deeper frames contain old data.
 constexpr size_t kUninitializedBytes = 6 << 10;
-// One fiber's past is not another's: the scheduler's choices order nothing.
+// Switching fibers does not order memory accesses.
 constexpr unsigned kNoSync = 1;
 
 void switch_thread(void* thread) {
@@ -49,8 +49,7 @@ char* map(char* at, size_t bytes) {
 
 }  // namespace
 
-Pool::Pool(size_t bytes, bool guarded)
-    : bytes_(bytes), guard_bytes_(guarded ? static_cast<size_t>(getpagesize()) : 0) {}
+Pool::Pool(size_t bytes) : bytes_(bytes), guard_bytes_(static_cast<size_t>(getpagesize())) {}
 Pool::~Pool() {
   for (char* const chunk : chunks_) munmap(chunk, kPiecesPerChunk * (guard_bytes_ + bytes_));
 }
@@ -60,14 +59,14 @@ char* Pool::take() {
     char* const chunk = map(nullptr, kPiecesPerChunk * step);
     chunks_.push_back(chunk);
     for (size_t i = 0; i < kPiecesPerChunk; ++i) {
-      if (guard_bytes_ != 0 && mprotect(chunk + i * step, guard_bytes_, PROT_NONE) != 0) abort();
+      if (mprotect(chunk + i * step, guard_bytes_, PROT_NONE) != 0) abort();
       free_.push_back(chunk + i * step + guard_bytes_);
     }
   }
   char* const piece = free_.back();
   free_.pop_back();
   if (watched()) {
-    munmap(piece, bytes_);  // forgets all that was synchronized there, too
+    munmap(piece, bytes_);  // ThreadSanitizer forgets accesses and synchronization
     map(piece, bytes_);
   }
   return piece;
@@ -88,7 +87,7 @@ Fiber::~Fiber() {
 
 void Fiber::prepare(void (*enter)()) {
   allow(stack_, stacks_.bytes());
-  // What is read before it was written is a NaN.
+  // Uninitialized variables are NaN.
   memset(stack_ + stacks_.bytes() - kUninitializedBytes, 0xff, kUninitializedBytes);
   getcontext(&context_);
   context_.uc_stack.ss_sp = stack_;

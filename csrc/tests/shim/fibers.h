@@ -1,4 +1,4 @@
-// Fibers of one OS thread that sanitizers can follow.
+// Fibers of one OS thread that sanitizers understand.
 #ifndef ALLNORM_TESTS_SHIM_FIBERS_H_
 #define ALLNORM_TESTS_SHIM_FIBERS_H_
 
@@ -10,12 +10,11 @@
 
 namespace allnorm::shim {
 
-// Equal pieces of memory that are given again and again. To ThreadSanitizer each time it is new
-// memory, which nobody has ever touched.
+// A pool of equal pieces of memory. Accesses to the page before a piece fault. For ThreadSanitizer,
+// a reused piece is new memory without earlier accesses.
 class Pool {
  public:
-  // `guarded`: the page before a piece faults.
-  Pool(size_t bytes, bool guarded);
+  explicit Pool(size_t bytes);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -31,17 +30,17 @@ class Pool {
   std::vector<char*> chunks_;
 };
 
-// The side of the scheduler.
+// The context that fibers return to: the scheduler's.
 struct FiberHost {
   FiberHost();
   ucontext_t context;
-  void* thread;  // ThreadSanitizer's
+  void* thread;  // ThreadSanitizer's fiber
   const void* stack = nullptr;
   size_t stack_bytes = 0;
 };
 
-// What a thread runs on. One after the other may run on the same fiber; to ThreadSanitizer that is
-// one thread, so a later one must not be able to race with an earlier one.
+// Stack and context of a thread. Threads may reuse a fiber one after the other; for ThreadSanitizer
+// they are then one thread, so this must not hide a race between them.
 class Fiber {
  public:
   Fiber(FiberHost& host, Pool& stacks);
@@ -63,11 +62,11 @@ class Fiber {
   Pool& stacks_;
   char* stack_;
   void* thread_ = nullptr;
-  void* fake_stack_ = nullptr;  // AddressSanitizer's
+  void* fake_stack_ = nullptr;  // AddressSanitizer's stack
   ucontext_t context_;
 };
 
-// For AddressSanitizer; nothing without it.
+// Tell AddressSanitizer which memory may be accessed. No effect without it.
 void forbid(const void* address, size_t bytes);
 void allow(const void* address, size_t bytes);
 

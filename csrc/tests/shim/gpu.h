@@ -1,4 +1,4 @@
-// The lanes of a warp of fibers: what csrc/gpu/cuda/gpu.h is on CUDA.
+// Warp votes and shuffles of simulated GPUs; replaces csrc/gpu/cuda/gpu.h.
 #ifndef ALLNORM_GPU_GPU_H_
 #define ALLNORM_GPU_GPU_H_
 

@@ -1,4 +1,4 @@
-// What of a device a grid consists of.
+// The parts of a running grid: blocks, warps, threads.
 #ifndef ALLNORM_TESTS_SHIM_GRID_H_
 #define ALLNORM_TESTS_SHIM_GRID_H_
 
@@ -15,14 +15,14 @@ namespace allnorm::shim {
 struct Thread;
 struct Grid;
 
-// Threads that meet; the last to come wakes the others.
+// A barrier. The last thread to arrive wakes the others.
 struct Meeting {
   uint32_t expected = 0;
   uint32_t arrived = 0;
   uint32_t rounds = 0;
   std::vector<Thread*> waiting;
-  // What ThreadSanitizer knows a round by: two, since some may come to the next round while others
-  // have not left this one.
+  // ThreadSanitizer's tokens of rounds. There are two, because some threads may arrive in the next
+  // round before others have left this one.
   char rounds_tokens[2] = {};
 };
 
@@ -35,7 +35,7 @@ struct Warp {
 struct Block {
   Grid* grid = nullptr;
   uint32_t index = 0;
-  bool resident = false;  // its threads run only then
+  bool resident = false;  // threads run only in resident blocks
   bool triggered = false;
   Meeting meeting;
   std::vector<Warp> warps;
@@ -49,12 +49,12 @@ struct Grid {
   int rank = 0;
   uint64_t number = 0;
   uint64_t operation = 0;
-  const Grid* preceding = nullptr;  // not retired yet
-  // What ThreadSanitizer knows the ends of grids by.
+  const Grid* preceding = nullptr;  // null once it is complete
+  // ThreadSanitizer's tokens of the ends of grids.
   std::shared_ptr<char> end, preceding_end;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<Meeting> clusters;
-  uint32_t resident_blocks = 0;  // so far: the first of them
+  uint32_t resident_blocks = 0;  // blocks that have become resident, in order
   uint32_t finished_blocks = 0;
   bool complete() const { return finished_blocks == blocks.size(); }
 };
@@ -66,18 +66,18 @@ struct Thread {
   uint32_t index = 0;
   bool blocked = false;
   bool done = false;
-  // Of a thread that polls: how often in vain, and what it waits for.
+  // For threads that poll: loads without a change, the changes seen, and when to wake up.
   uint32_t quiet_loads = 0;
   uint64_t seen_changes = 0;
-  uint64_t asleep_until = 0;  // turn
+  uint64_t asleep_until = 0;  // a turn
 };
 
 struct Stream {
   int rank = 0;
-  int number = 0;  // among those of all ranks
+  int number = 0;  // among the streams of all ranks
   std::deque<Launch> pending;
   std::vector<std::unique_ptr<Grid>> grids;  // running, oldest first
-  std::shared_ptr<char> last_end;            // of the newest grid
+  std::shared_ptr<char> last_end;            // `end` of the newest grid
   uint64_t operations = 0;
   uint64_t grids_started = 0;
   uint64_t completed = 0;

@@ -1,3 +1,4 @@
+// The interface of the simulated GPUs: launches, and what kernels call.
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
@@ -96,15 +97,16 @@ void sync_cluster() {
   machine().meet(mine.grid->clusters[mine.index / cluster_dim()], true);
 }
 
-// A shuffle or a vote is no fence. But a value that it hands over has been loaded, and what any
-// lane does next can't be overtaken by that load; RowReduction relies on it where values are sent
-// to other blocks. ThreadSanitizer cannot be told of loads alone, so it is told of an order there,
-// and only there: in clusters it does not see a value that lanes of a warp pass through memory
-// unsynchronized.
+// A shuffle or a vote is not a fence. But a value that it passes has been loaded, and later
+// operations of any lane cannot overtake that load. RowReduction relies on this where it sends
+// values to other blocks. ThreadSanitizer cannot express an order of loads alone, so within
+// clusters it is told that memory is ordered. There, it misses unsynchronized memory accesses
+// within a warp.
 static const float* values_of_lanes(float value) {
   const uint32_t lane = thread().index % 32;
   Warp& warp = block().warps[thread().index / 32];
-  // Two sets of values: a lane may be in the next exchange while another still reads for this one.
+  // There are two sets of values: a lane may be in the next shuffle while others still read this
+  // one.
   const uint32_t set = warp.exchanges / 32 % 2;
   ++warp.exchanges;
   warp.values[set][lane] = value;
@@ -133,7 +135,7 @@ void trigger_next_grid() { block().triggered = true; }
 size_t reserve_shared(size_t bytes) {
   static size_t end = 0;
   const size_t begin = end;
-  // A gap that AddressSanitizer can forbid.
+  // With a gap, which AddressSanitizer forbids to access.
   end += (bytes + 15) / 16 * 16 + 16;
   if (end > kDynamicSharedOffset) abort();
   shared_variables().push_back({begin, bytes});
@@ -153,7 +155,7 @@ void will_write_in_cluster(const void* theirs) {
     if (address < there.shared || address >= there.shared + kSharedBytes) continue;
     if (there.finished != there.threads.size()) return;
   }
-  fail("written is the shared memory of no block, or of one that has ended");
+  fail("a store to shared memory of no block of the cluster, or of one that has ended");
 }
 
 bool is_shared(const void* address) { return machine().model.is_shared(address); }

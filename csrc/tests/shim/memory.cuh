@@ -1,5 +1,4 @@
-// The verbs of csrc/gpu/cuda/memory.cuh on fibers: found in its place
-// by the kernel tests.
+// The memory operations of simulated GPUs; replaces csrc/gpu/cuda/memory.cuh in the kernel tests.
 #ifndef ALLNORM_GPU_MEMORY_CUH_
 #define ALLNORM_GPU_MEMORY_CUH_
 
@@ -14,8 +13,7 @@
 
 namespace allnorm {
 
-// What memory that is shared between ranks is stored to and loaded from with. Atomic and relaxed,
-// as on the device: in itself it orders nothing.
+// Accesses to memory shared between ranks. Atomic and relaxed as on a GPU: they order nothing.
 template <class T>
 void relaxed_store(void* address, T value) {
   shim::note_store(address, sizeof(T));
@@ -27,7 +25,7 @@ T relaxed_load(const void* address) {
   return __atomic_load_n(static_cast<const T*>(address), __ATOMIC_RELAXED);
 }
 
-// ---- across the link: a thread may be interrupted between the words of a 16-byte access
+// ---- across the link: a thread may yield between the words of a 16-byte access
 
 inline void store_relaxed_sys(void* address, const Pack& pack) {
   shim::note_access(ALLNORM_PTX(ALLNORM_STORE_PACK), address, pack.word[0]);
@@ -38,7 +36,7 @@ inline void store_relaxed_sys(void* address, const Pack& pack) {
 }
 
 inline Pack load_relaxed_sys(const void* address) {
-  shim::yield_sometimes(4);  // the spin hook: every wait polls through here
+  shim::yield_sometimes(4);  // every wait polls here
   Pack pack;
   for (int i = 3; i >= 0; --i) {
     shim::yield_sometimes(64);
@@ -87,7 +85,7 @@ inline void fence_acq_rel_sys() {
   shim::fence(shim::Scope::kSystem);
 }
 
-// ---- this device. Of these only a store may meet a peer's: where a slot is made empty.
+// ---- this device. Only stores that empty a slot may access the same memory as a peer.
 
 template <class T>
 void plain_store(void* address, T value) {
@@ -122,7 +120,7 @@ inline void store_u32(void* address, uint32_t value) {
   shim::note_access(ALLNORM_PTX(ALLNORM_CLEAR_U32), address, value);
   plain_store(address, value);
 }
-// What is cached how long changes no result.
+// Cache policies do not change results.
 inline Pack load_pack(const void* address, CachePolicy) { return load_pack(address); }
 inline uint64_t load_u64(const void* address, CachePolicy) {
   return *static_cast<const uint64_t*>(address);
@@ -172,7 +170,7 @@ inline uint32_t cluster_size() { return shim::cluster_dim(); }
 inline uint32_t cluster_index() { return blockIdx.x / shim::cluster_dim(); }
 inline uint32_t num_clusters() { return gridDim.x / shim::cluster_dim(); }
 inline uint32_t cluster_rank() { return shim::block_index().x % shim::cluster_dim(); }
-// As if all arrived late: whoever waits has seen what any did before it arrived.
+// Arrivals do nothing: the wait is a full barrier, so all threads arrive as late as possible.
 inline void publish_barriers() {}
 inline void arrive_in_cluster() {}
 inline void wait_for_cluster() { shim::sync_cluster(); }
@@ -180,8 +178,8 @@ inline SharedAddress in_block_of_cluster(SharedAddress address, uint32_t rank) {
   return static_cast<SharedAddress>(shim::in_cluster(rank, address));
 }
 
-// As an mbarrier: a phase ends when the one expected thread has arrived and no bytes are missing.
-// Its first state is written plainly, what follows is atomic.
+// An mbarrier: a phase ends when the one expected thread has arrived and no bytes are missing. Only
+// its initialization is not atomic.
 struct SharedBarrier {
   uint32_t phase;
   int32_t missing_threads;
@@ -203,7 +201,7 @@ struct SharedBarrier {
     }
     shim::acquire(token(parity));
   }
-  // What ThreadSanitizer knows a phase by; two, as for a Meeting.
+  // ThreadSanitizer's token of a phase; there are two, as in Meeting.
   const void* token(uint32_t phase_or_parity) const {
     return reinterpret_cast<const char*>(this) + phase_or_parity % 2;
   }
@@ -215,9 +213,9 @@ inline void init_barrier(SharedAddress barrier) { barrier_at(barrier) = {0, 1, 0
 inline void expect_bytes(SharedAddress barrier, uint32_t bytes) {
   barrier_at(barrier).arrive(1, bytes);
 }
-// The value is written by this thread and not, as on the device, on its behalf: its earlier loads
-// are ordered before (see shuffle_xor in machine.cpp), and so are, which the device does not
-// promise, its earlier stores.
+// The thread itself stores the value; on a GPU, hardware does so asynchronously. So the thread's
+// earlier loads come before (see shuffle_xor in machine.cpp), and also its earlier stores, which a
+// GPU does not guarantee.
 inline void store_async_cluster(SharedAddress address, SharedAddress barrier, float value) {
   shim::yield_sometimes(16);
   shim::will_write_in_cluster(address);
@@ -228,7 +226,7 @@ inline void wait_barrier(SharedAddress barrier, uint32_t parity) {
   barrier_at(barrier).wait(parity);
 }
 
-// Time passes by turns of the scheduler.
+// A turn of the scheduler takes a microsecond.
 struct DeviceClock {
   static int64_t now_ns() { return static_cast<int64_t>(shim::turns()) * 1000; }
 };

@@ -1,10 +1,11 @@
+// Reports the accesses of kernels to ThreadSanitizer; see model.h.
 #include "tests/shim/model.h"
 
 #include <sys/mman.h>
 
 #include <cstdlib>
 
-// Of ThreadSanitizer's runtime, where it is linked.
+// Functions of ThreadSanitizer's runtime; null if it is not linked.
 extern "C" {
 __attribute__((weak)) void __tsan_acquire(void* address);
 __attribute__((weak)) void __tsan_release(void* address);
@@ -21,9 +22,10 @@ namespace allnorm::shim {
 namespace {
 
 constexpr int64_t kWordBytes = 4;
-// Uses of a word that are told apart, and of how many of them before its own a push is told.
+// The number of uses of a word that are distinguished, and how many earlier uses a push is checked
+// against.
 constexpr uint32_t kUses = 4, kLookBack = 2;
-// Objects lie 8 bytes apart: what ThreadSanitizer remembers of accesses it remembers by 8 bytes.
+// ThreadSanitizer records accesses per 8 bytes, so objects are 8 bytes apart.
 constexpr uint64_t kObjectBytes = 8;
 
 void* slot_tag() {
@@ -33,7 +35,7 @@ void* slot_tag() {
 
 }  // namespace
 
-// A region with what is known of its words.
+// A region, with the state of its words.
 struct Model::Shared {
   explicit Shared(const Region& of)
       : region(of),
@@ -55,25 +57,25 @@ struct Model::Shared {
     const auto word = static_cast<uint64_t>(offset / kWordBytes);
     return objects + (word * kUses + use % kUses) * kObjectBytes;
   }
-  // The use that an access by the owner in an operation belongs to: its first begins one.
+  // The use that an access by the owner belongs to. The first access in an operation begins a use.
   uint32_t use_by_owner(int64_t offset, uint64_t operation) {
     Uses& known = uses[static_cast<size_t>(offset / kWordBytes)];
     if (operation + 1 > known.next_operation) known = {known.count + 1, operation + 1};
     return known.count;
   }
-  // The last use by the owner in an operation before this one.
+  // The last use by the owner before this operation.
   uint32_t use_before(int64_t offset, uint64_t operation) const {
     const Uses& known = uses[static_cast<size_t>(offset / kWordBytes)];
     return known.count - (known.next_operation > operation ? 1 : 0);
   }
 
   struct Uses {
-    uint32_t count;           // of the word by its owner
-    uint64_t next_operation;  // the one behind that of the last
+    uint32_t count;           // uses by the owner so far
+    uint64_t next_operation;  // the operation after the last use
   };
 
   Region region;
-  std::vector<uint32_t> fences;  // by word: the fence before the store of what it holds, or 0
+  std::vector<uint32_t> fences;  // by word: the fence before the store of its value, or 0
   std::vector<Uses> uses;        // by word
   size_t objects_bytes;
   char* objects;

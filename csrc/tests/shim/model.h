@@ -1,19 +1,19 @@
-// What ThreadSanitizer is told of the memory model, and of the slots of a workspace.
+// Describes the memory model and the slots of a workspace to ThreadSanitizer.
 //
-// Order. Barriers, the end of a grid and the wait for it, counting barriers: release and acquire of
-// everything before, as on the device. Relaxed accesses order nothing. A fence is both halves of
-// the C++ and PTX pattern: what a thread stores after a fence carries all that was before that
-// fence, to whoever reads it with acquire order or fences later; never the thread's later past.
+// Order. Barriers, mbarriers, and the end of a grid with the wait for it release and acquire all
+// earlier accesses, as on a GPU. Relaxed accesses order nothing. A fence is both halves of the C++
+// and PTX fence patterns: a value that a thread stores after a fence carries everything before that
+// fence to a thread that loads the value with acquire order, or fences after loading it.
 //
-// Slots. A word of a slot lives in uses: a peer pushes it, its owner reads it and makes it empty
-// again. Within a use no order is needed but that of a single word, which relaxed accesses have:
-// a push and the clear of the same use look like a race and are none. Between uses order is
-// needed: a push must come after everything that the owner did with the word in earlier operations.
-// So accesses are reported to ThreadSanitizer as those of an object of the word and its use: by the
-// owner to that of its own operation, by a peer to the last uses in operations before. If these are
-// not ordered it reports "race on workspace slot".
+// Slots. In each use of a word of a slot, a peer pushes it, and its owner reads and empties it.
+// Within a use, the order of accesses to a single word is enough, which relaxed accesses have: a
+// push and the clear of the same use look like a race but are none. Between uses, a push must come
+// after all accesses of the owner in earlier operations. Therefore each use of a word is a separate
+// object for ThreadSanitizer: an access of the owner is one to the object of the current use, and a
+// push one to the objects of the last uses in earlier operations. If these are not ordered,
+// ThreadSanitizer reports "race on workspace slot".
 //
-// Without ThreadSanitizer all of this does nothing.
+// None of this has an effect without ThreadSanitizer.
 #ifndef ALLNORM_TESTS_SHIM_MODEL_H_
 #define ALLNORM_TESTS_SHIM_MODEL_H_
 
@@ -25,16 +25,16 @@ namespace allnorm::shim {
 
 enum class Scope { kDevice, kSystem };
 
-// Who accesses memory.
+// A thread that accesses memory.
 struct Agent {
   int rank = 0;
-  uint64_t operation = 0;  // which grid of its stream
-  uint32_t fence = 0;      // number of its last fence; 0: none
+  uint64_t operation = 0;  // number of the operation in its stream
+  uint32_t fence = 0;      // number of the thread's last fence; 0: none
   std::vector<uint32_t> seen_fences;
 };
 
-// Memory of one rank that others map. In [flags_begin, flags_end) are numbers that only grow: their
-// words have no uses.
+// Memory of one rank that its peers map. [flags_begin, flags_end) holds numbers that only grow,
+// which have no uses.
 struct Region {
   int owner = 0;
   char* begin = nullptr;
@@ -55,7 +55,7 @@ class Model {
 
   void stores(Agent& agent, const void* address, int64_t bytes);
   void loads(Agent& agent, const void* address, int64_t bytes);
-  // Of a value that was loaded with acquire order, at system scope.
+  // Notes a load with acquire order at system scope.
   void acquires(Agent& agent, const void* address);
   void fences(Agent& agent, Scope scope);
 
@@ -66,19 +66,20 @@ class Model {
   struct Fence {
     int rank;
     Scope scope;
-    std::unique_ptr<char> token;  // its address is ThreadSanitizer's name of the fence
+    std::unique_ptr<char> token;  // its address identifies the fence for ThreadSanitizer
   };
-  // Lets `agent` acquire what was before a fence, if the scopes of both include the other's rank.
+  // Makes `agent` acquire everything before a fence, if the scopes of both include the other's
+  // rank.
   void join(uint32_t fence, const Agent& agent, Scope scope) const;
 
   std::vector<std::unique_ptr<Shared>> shared_;
   std::vector<Fence> fences_;
 };
 
-// Whether ThreadSanitizer is there.
+// Returns whether ThreadSanitizer is linked.
 bool watched();
-// While there is one, ThreadSanitizer takes no notice of the thread's loads, stores, new and
-// delete: what shims do with their own memory is ordered by the one OS thread.
+// While an object exists, ThreadSanitizer ignores the thread's loads, stores, new and delete. The
+// shim's own memory needs no synchronization, because all fibers run on one OS thread.
 class Unwatched {
  public:
   Unwatched();
@@ -86,11 +87,11 @@ class Unwatched {
   Unwatched(const Unwatched&) = delete;
   Unwatched& operator=(const Unwatched&) = delete;
 };
-// Everything before a release is ordered before what follows an acquire of the same address.
+// Everything before a release is ordered before everything after an acquire of the same address.
 void release(const void* address);
 void acquire(const void* address);
 
-// ---- By the fiber that runs, in the machine's model
+// ---- Called by the running fiber, for the model of the machine
 
 bool is_shared(const void* address);
 void note_store(const void* address, int64_t bytes);

@@ -1,3 +1,4 @@
+// Starts and retires grids, and decides which threads run.
 #include "tests/shim/scheduler.h"
 
 #include <cstdio>
@@ -11,11 +12,11 @@ Machine::State* g_machine = nullptr;
 
 namespace {
 
-// How often a thread polls in vain before it sleeps, and how long at most: now and then it is woken
-// all the same, to look at its deadline.
+// Loads without any change after which a polling thread sleeps, and the longest sleep: a sleeping
+// thread must still check its deadline.
 constexpr uint32_t kQuietLoads = 64;
 constexpr uint64_t kSleepTurns = 512;
-// Turns without any change after which nobody is taken to be able to do more.
+// Turns without any change after which no thread is assumed to be able to continue.
 constexpr uint64_t kQuietTurns = 256;
 
 }  // namespace
@@ -124,7 +125,7 @@ void Machine::State::start(Grid& grid, const Stream& stream) {
   const Launch& shape = grid.launch;
   if (shape.num_blocks % shape.cluster_size != 0 || shape.num_threads % 32 != 0 ||
       shape.dynamic_shared_bytes > kSharedBytes - kDynamicSharedOffset) {
-    fail("a launch that no device would take");
+    fail("a launch that no device accepts");
   }
   grid.clusters.resize(shape.num_blocks / shape.cluster_size);
   for (Meeting& cluster : grid.clusters) {
@@ -165,9 +166,10 @@ void Machine::State::release_shared(const Grid& grid) {
   for (const auto& block : grid.blocks) shared_pool.give_back(block->shared);
 }
 
-// ---- who runs
+// ---- choice of threads
 
-// Decides anew who is held or goes first. What is held stays so until the others can do no more.
+// Chooses what is held or runs first. A held rank or warp stays held until the others cannot
+// continue.
 void Machine::State::begin_period() {
   const bool holds = schedule == Schedule::kRankHeld || schedule == Schedule::kWarpHeld ||
                      schedule == Schedule::kHandBackHeld;
@@ -177,9 +179,9 @@ void Machine::State::begin_period() {
     return;
   }
   period_end = turns + 400 + below(3000);
-  resting = !resting && below(4) == 0;  // now and then nobody is
+  resting = !resting && below(4) == 0;  // sometimes nothing is held
   special.rank = static_cast<int>(below(num_ranks));
-  // The two warps that serve the exchange, or one that works on rows.
+  // One of the two warps of the service cluster, or one with rows.
   const bool hands_back = schedule == Schedule::kHandBackHeld;
   const bool serves = hands_back || below(4) != 0;
   special.block = serves ? 0 : static_cast<uint32_t>(below(16));
@@ -227,7 +229,7 @@ void Machine::State::count_load() {
 
 void Machine::State::run_some_threads() {
   if (turns >= period_end) begin_period();
-  // Now and then one warp goes ahead of all others for a while.
+  // Sometimes one warp runs ahead of all others for a while.
   if (favored_turns == 0 && random() % 256 == 0) favored_turns = 48;
   if (favored_turns == 0 || favored_turns == 48) {
     choice = random();

@@ -1,4 +1,4 @@
-// The scheduler of a machine: its grids, and which of their threads run.
+// The scheduler of a machine: its grids, and the choice of threads to run.
 #ifndef ALLNORM_TESTS_SHIM_SCHEDULER_H_
 #define ALLNORM_TESTS_SHIM_SCHEDULER_H_
 
@@ -11,16 +11,16 @@
 
 namespace allnorm::shim {
 
-// Grids of a stream that have started and are not complete: each is let in by the one before, which
-// has begun before that one has ended.
+// The largest number of grids of a stream that have started and are not complete. Each is a
+// dependent launch, triggered by the grid before it.
 constexpr size_t kGridsInFlight = 3;
 
-// The fibers of all machines: making one is slow under ThreadSanitizer. A grid runs on those of the
-// grid kGridsInFlight before it, which is complete by then. Races of a grid's first steps with
-// those in between are seen.
+// The fibers of all machines, reused because ThreadSanitizer creates them slowly. A grid runs on
+// the fibers of the grid kGridsInFlight before it, which is complete by then. Races with the grids
+// in between are still reported.
 struct Fibers {
   FiberHost host;
-  Pool stacks{48 << 10, /*guarded=*/true};
+  Pool stacks{48 << 10};
   std::vector<std::vector<std::unique_ptr<Fiber>>> sets;
 
   Fiber* get(size_t set, size_t index) {
@@ -40,7 +40,7 @@ struct Machine::State {
   State(int num_ranks, uint64_t seed, Schedule chosen, int num_streams, Completion completion);
   ~State();
 
-  // Whom a schedule holds or lets go first.
+  // The rank or warp that a schedule holds or runs first.
   struct Special {
     int rank = 0;
     uint32_t block = 0;
@@ -54,24 +54,24 @@ struct Machine::State {
     return streams[static_cast<size_t>(rank) * streams_per_rank + stream];
   }
 
-  // Retires complete grids and starts the next one once the last has been triggered by all blocks.
+  // Retires complete grids. Starts the next one once all blocks of the last grid have triggered it.
   void advance(Stream& stream);
-  // Gives blocks that have not begun the room that there is on the rank's device.
+  // Makes blocks that have not begun resident, as far as the rank's device has space.
   void make_resident(int rank);
-  // One turn: some threads of one block of one rank.
+  // Runs some threads of one block of one rank: a turn.
   void run_some_threads();
 
-  // By the thread that runs. Waits for all others that are expected.
+  // The following functions are for the running thread. meet() waits for all expected threads.
   void meet(Meeting& meeting, bool orders_memory);
-  // Gives way until something that threads poll has changed.
+  // Yields until memory that threads poll has changed.
   void sleep();
-  // Before a fence, which in the kernels is the one of the warp that hands slots back.
+  // Called before a fence. In the kernels only the warp that returns slots has one.
   void come_to_fence();
-  // Of a value that may be polled: a thread that has polled in vain for long can see nothing new
-  // until somebody has stored.
+  // Counts a load of memory that may be polled. After many loads without a change the thread
+  // sleeps, because it sees nothing new until a thread has stored something.
   void count_load();
 
-  std::vector<Stream> streams;  // of rank 0, then of rank 1, ...
+  std::vector<Stream> streams;  // those of rank 0, then those of rank 1, ...
   size_t num_ranks, streams_per_rank;
   std::vector<uint32_t> most_blocks;  // by rank; 0: no limit
   Completion completion;
@@ -80,14 +80,14 @@ struct Machine::State {
   Schedule schedule;
   Model model;
   Fibers& fibers = Fibers::of_all();
-  Pool shared_pool{kSharedBytes, /*guarded=*/true};
+  Pool shared_pool{kSharedBytes};
   Thread* running = nullptr;
-  char launched = 0;  // what ThreadSanitizer knows the host's past by
+  char launched = 0;  // ThreadSanitizer's token for the host's earlier accesses
   uint64_t turns = 0;
-  uint64_t changes = 0;  // of memory that threads poll
+  uint64_t changes = 0;  // stores to memory that threads poll
   uint64_t greatest_lead = 0;
   uint64_t period_end = 0;
-  uint64_t seen_changes = 0;  // when the period was last made longer
+  uint64_t seen_changes = 0;  // value of `changes` when the period was last extended
   bool resting = false;
   Special special;
   uint64_t choice = 0;
@@ -104,7 +104,7 @@ struct Machine::State {
   static void enter();
 };
 
-// The machine that there is.
+// The current machine.
 extern Machine::State* g_machine;
 
 struct SharedVariable {

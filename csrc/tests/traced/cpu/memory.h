@@ -1,4 +1,4 @@
-// csrc/cpu/memory.h with verbs that report themselves: found before it by cpu_accesses_test.
+// Replaces csrc/cpu/memory.h in cpu_accesses_test: its memory operations call note_access() first.
 #ifndef ALLNORM_TESTS_TRACED_CPU_MEMORY_H_
 #define ALLNORM_TESTS_TRACED_CPU_MEMORY_H_
 
@@ -20,7 +20,7 @@
 
 namespace allnorm {
 
-// Called before each of them; the test defines it.
+// Called before each memory operation; cpu_accesses_test defines it.
 void note_access(const char* order, const void* address);
 
 #define TRACED(verb, order)                     \
