@@ -1,4 +1,4 @@
-"""The table of accesses, `csrc/protocol/accesses.h`, and defects of it: one row or verb a line."""
+"""Reads the table of accesses, `csrc/protocol/accesses.h`, and makes defective copies of it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .protocol_model.program import Access, Scope
 CSRC = pathlib.Path(__file__).resolve().parents[2] / "csrc"
 HEADER = "protocol/accesses.h"
 _VERB = re.compile(r"#define ALLNORM_(\w+) +\((\w+), +([\w.]+), +([\w.]+)\)")
-Place = tuple[str, str, str]  # part, place and verb of a row
+Place = tuple[str, str, str]  # part, place and verb of a row, which identify it
 _ROW = re.compile(r"  (ACCESS|DO)\(([\w, ]+)\)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """An instruction: its operation, its order and scope as `relaxed.sys`, its type."""
+    """An instruction: its operation, its order and scope such as `relaxed.sys`, and its type."""
 
     operation: str
     order: str
@@ -26,19 +26,19 @@ class Verb:
 
     @property
     def access(self) -> Access:
-        """What it is in a memory model."""
+        """The access in terms of a memory model."""
         order, _, scope = self.order.partition(".")
         return Access(order, Scope[scope.upper()] if scope else None)
 
     @property
     def bytes(self) -> int:
-        """How many it moves."""
+        """The number of bytes that it moves."""
         return {"v4.u32": 16, "u64": 8, "u32": 4}[self.type]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An access of the CUDA kernels; the head of the table says what the columns mean."""
+    """An access of the CUDA kernels. The columns are described at the head of the table."""
 
     part: str
     place: str
@@ -64,7 +64,7 @@ class CpuRow:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """All of it. Methods that change something return another table."""
+    """The whole table. It is immutable: methods that change something return a copy."""
 
     verbs: dict[str, Verb]
     rows: tuple[Row, ...]
@@ -72,7 +72,7 @@ class Table:
     cpu_algorithms: dict[str, tuple[str, ...]]
 
     def part(self, name: str) -> tuple[Row, ...]:
-        """The rows of a part, in order."""
+        """Returns the rows of a part, in order."""
         found = tuple(row for row in self.rows if row.part == name)
         if not found:
             raise LookupError(f"{HEADER} has no part {name}")
@@ -86,31 +86,31 @@ class Table:
         return found
 
     def with_verb(self, name: str, order: str) -> Table:
-        """With another order and scope of a verb."""
+        """Returns a copy with a different order and scope of a verb."""
         verb = dataclasses.replace(self.verbs[name], order=order)
         return dataclasses.replace(self, verbs={**self.verbs, name: verb})
 
     def without(self, row: Place) -> Table:
-        """Without a row."""
+        """Returns a copy without a row."""
         at = self._at(row)
         return dataclasses.replace(self, rows=self.rows[:at] + self.rows[at + 1 :])
 
     def changed(self, row: Place, **columns: str) -> Table:
-        """With other columns of a row."""
+        """Returns a copy with different columns of a row."""
         rows = list(self.rows)
         at = self._at(row)
         rows[at] = dataclasses.replace(rows[at], **columns)
         return dataclasses.replace(self, rows=tuple(rows))
 
     def swapped(self, part: str) -> Table:
-        """With the first two rows of a part the other way round."""
+        """Returns a copy with the first two rows of a part swapped."""
         at = next(i for i, row in enumerate(self.rows) if row.part == part)
         first, second = self.rows[at : at + 2]
         rows = (*self.rows[:at], second, first, *self.rows[at + 2 :])
         return dataclasses.replace(self, rows=rows)
 
     def with_cpu_order(self, part: str, place: str, order: str) -> Table:
-        """With another order of an access of the CPU protocol."""
+        """Returns a copy with a different order of an access of the CPU protocol."""
         rows = [
             dataclasses.replace(row, order=order) if (row.part, row.place) == (part, place) else row
             for row in self.cpu_rows
@@ -119,12 +119,12 @@ class Table:
         return dataclasses.replace(self, cpu_rows=tuple(rows))
 
     def with_cpu_algorithm(self, name: str, *steps: str) -> Table:
-        """With other steps of an algorithm of the CPU protocol."""
+        """Returns a copy with different steps of an algorithm of the CPU protocol."""
         return dataclasses.replace(self, cpu_algorithms={**self.cpu_algorithms, name: steps})
 
 
 def read_table() -> Table:
-    """The table of this tree."""
+    """Reads the table from the sources."""
     verbs, rows, cpu_rows = {}, [], []
     algorithms: dict[str, tuple[str, ...]] = {}
     for line in (CSRC / HEADER).read_text().splitlines():
@@ -142,7 +142,7 @@ def read_table() -> Table:
 
 
 def header_of(table: Table) -> str:
-    """The text of `accesses.h` with the verbs of `table`: what instructions are made of."""
+    """Returns the text of `accesses.h` with the verbs of `table`."""
     lines = []
     for line in (CSRC / HEADER).read_text().splitlines():
         if match := _VERB.fullmatch(line):

@@ -1,4 +1,4 @@
-"""The C ABI, called as another language would: any struct is refused in words or run, alike."""
+"""The C ABI with random structs: both libraries accept or refuse the same calls, with messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 FIELDS = dict(_native.Call._fields_)
 INTEGERS = (0, 1, -1, 2, 3, 4, 16, 64, 128, 4096, 2**31 - 1, -(2**31), 2**40, 2**63 - 1, -(2**63))
-# Addresses that nobody owns: a call that gets beyond the checks must not be run with them.
+# Addresses without memory: a call that passes the checks must not run.
 ADDRESSES = (0, 0, 1 << 20, (1 << 20) + 1, 1 << 21, 1 << 22, 1 << 23, 2**64 - 64)
 
 
@@ -29,7 +29,7 @@ def values(kind: type) -> st.SearchStrategy[object]:
 
 
 def base() -> _native.Call:
-    """A call that both libraries would take, if its memory were there."""
+    """Returns a call that both libraries accept, except that it has no memory."""
     call = _native.Call()
     call.struct_bytes = ctypes.sizeof(call)
     call.op, call.dtype, call.weight_dtype, call.eps = 1, 2, 2, 1e-6
@@ -39,7 +39,7 @@ def base() -> _native.Call:
     return call
 
 
-spoiled = st.fixed_dictionaries(
+changed_fields = st.fixed_dictionaries(
     {}, optional={name: values(kind) for name, kind in FIELDS.items() if name != "stream"}
 )
 
@@ -54,7 +54,7 @@ def cuda() -> _native.Library:
 
 
 @settings(max_examples=500, deadline=None, derandomize=True, database=None)
-@given(changes=spoiled)
+@given(changes=changed_fields)
 def test_both_libraries_refuse_the_same_calls(
     cuda: _native.Library, changes: dict[str, object]
 ) -> None:
@@ -62,14 +62,14 @@ def test_both_libraries_refuse_the_same_calls(
     for name, value in changes.items():
         setattr(call, name, value)
     address = ctypes.addressof(call)
-    status, words = cuda.local(address), cuda.last_error()
+    status, message = cuda.local(address), cuda.last_error()
     rows = [_native.library(name).rows_per_chunk(2, 1 << 20, address) for name in ("cpu", "cuda")]
     assert min(rows) >= 0
     if status == _native.INVALID_ARGUMENT:
         cpu = _native.library("cpu")
-        assert (cpu.local(address), cpu.last_error()) == (status, words)
-        assert len(words) > 10
+        assert (cpu.local(address), cpu.last_error()) == (status, message)
+        assert len(message) > 10
     elif call.num_tokens != 0:
-        # It got as far as asking for a device, of which there is none.
-        assert status in (_native.SYSTEM, _native.UNSUPPORTED), (status, words)
-        assert words
+        # The call passed the checks, and failed because there is no GPU.
+        assert status in (_native.SYSTEM, _native.UNSUPPORTED), (status, message)
+        assert message

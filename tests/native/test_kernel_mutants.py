@@ -1,4 +1,4 @@
-"""Every fault that can be switched on in the sources has a test that must report it."""
+"""Every fault switch of the sources has a test that must report it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from native.protocol_model import mutants as of_models
 from native.sass import mutants as of_machine_code
 
 
-def test_faults_are_those_of_the_sources() -> None:
+def test_table_lists_all_fault_switches() -> None:
     names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names)
     switched = set()
@@ -19,6 +19,6 @@ def test_faults_are_those_of_the_sources() -> None:
     assert switched == {*names, *OF_MODELS, *OF_MACHINE_CODE}
 
 
-def test_other_checks_report_the_rest() -> None:
+def test_models_and_rules_cover_the_other_faults() -> None:
     assert {mutant.fault for mutant in of_machine_code.MUTANTS} >= set(OF_MACHINE_CODE)
     assert {fault for defect in of_models.ALL for fault in defect.faults} >= set(OF_MODELS)

@@ -1,8 +1,8 @@
-"""Builds each fault of table.py, one at a time: the test that the table names must report it.
+"""Builds each fault of table.py, one at a time, and runs its test, which must report the fault.
 
-The kernels run over fibers, without a GPU (csrc/tests/shim). First the tests must pass as they are.
+The kernels run on simulated GPUs (csrc/tests/shim). The tests must pass without faults first.
 
-    python tests/native/kernel_mutants/run.py [--only WORDS] [--part 1/32]
+    python tests/native/kernel_mutants/run.py [--only NAME] [--part 1/32]
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from native.kernel_mutants import table  # noqa: E402
 
 BUILD_TIMEOUT_S = 600
 TEST_TIMEOUT_S = 600
-# As much of a report as says what is wrong.
+# Lines of a report that are printed.
 REPORT_LINES = 12
 
 
 def output_of(timeout_s: int, *command: str) -> tuple[int, str]:
-    """Exit status and output of a command; -1 if it has to be stopped."""
+    """Runs a command. Returns its exit status, or -1 after a timeout, and its output."""
     try:
         done = subprocess.run(
             command, timeout=timeout_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -42,23 +42,23 @@ def output_of(timeout_s: int, *command: str) -> tuple[int, str]:
 
 
 def head(output: str) -> str:
-    """The first lines of a report."""
+    """Returns the first lines of a report."""
     return "\n".join(output.strip().splitlines()[:REPORT_LINES])
 
 
 def built_and_run(
     folder: pathlib.Path, kind: table.Build, test: str, fault: str = ""
 ) -> tuple[int, str]:
-    """Builds a test with a fault, or none, and runs it: exit status and output.
+    """Builds a test with a fault, or with none, and runs it. Returns its exit status and output.
 
     Raises:
-        RuntimeError: it does not compile.
+        RuntimeError: The test does not compile.
     """
     build = folder / kind
     sanitizer = "thread" if kind == "thread" else ""
     configure = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build), "--log-level=WARNING"]
     configure += ["-DALLNORM_BUILD_TESTS=ON", "-DALLNORM_CUDA=off", f"-DALLNORM_FAULT={fault}"]
-    # The less is optimized, the sooner the next fault's turn comes.
+    # With -O1 compiling and running take the least time in total.
     configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DALLNORM_SANITIZE={sanitizer}"]
     for command in (
         configure,
@@ -71,13 +71,13 @@ def built_and_run(
 
 
 def try_original(folder: pathlib.Path, kind: table.Build, test: str) -> tuple[str | None, str]:
-    """What is wrong without any fault."""
+    """Runs a test without faults. Returns its problem, or None, and a line for the report."""
     status, output = built_and_run(folder, kind, test)
     return (None if status == 0 else f"ended with status {status}\n{head(output)}"), "passes"
 
 
 def try_fault(folder: pathlib.Path, fault: table.Fault) -> tuple[str | None, str]:
-    """What of the report of a fault is not as it should be, and the line that tells of it."""
+    """Runs a test with a fault. Returns None if it reports the fault, and the line that does."""
     status, output = built_and_run(folder, fault.build, fault.test, fault.name)
     lines = [line for line in output.splitlines() if any(text in line for text in fault.report)]
     if status == 0:
@@ -88,12 +88,12 @@ def try_fault(folder: pathlib.Path, fault: table.Fault) -> tuple[str | None, str
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Those whose name contains this.")] = "",
-    part: Annotated[str, typer.Option(help="K/N: the K-th of every N of them.")] = "1/1",
-    jobs: Annotated[int, typer.Option(help="Build folders.")] = os.cpu_count() or 1,
-    folder: Annotated[pathlib.Path, typer.Option(help="Where to build.")] = ROOT / "build/mutants",
+    only: Annotated[str, typer.Option(help="Only faults whose name contains this.")] = "",
+    part: Annotated[str, typer.Option(help="K/N: every N-th fault, from the K-th on.")] = "1/1",
+    jobs: Annotated[int, typer.Option(help="Faults to try in parallel.")] = os.cpu_count() or 1,
+    folder: Annotated[pathlib.Path, typer.Option(help="Build folder.")] = ROOT / "build/mutants",
 ) -> None:
-    """Tries every fault and says how it was reported; status 1 if one was not."""
+    """Tries faults and prints their reports. The exit status is 1 if a fault is not reported."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     number, parts = (int(word) for word in part.split("/"))
     if not 1 <= number <= parts:
@@ -106,14 +106,14 @@ def main(
         folders.put(folder / str(job))
 
     def attempt(work, *arguments):
-        mine = folders.get()
+        build_folder = folders.get()
         begin = time.monotonic()
         try:
-            problem, line = work(mine, *arguments)
+            problem, line = work(build_folder, *arguments)
         except RuntimeError as error:
             problem, line = str(error), ""
         finally:
-            folders.put(mine)
+            folders.put(build_folder)
         return problem, line, time.monotonic() - begin
 
     def report(tries) -> int:

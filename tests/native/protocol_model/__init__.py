@@ -1,7 +1,8 @@
-"""The protocols as models: litmus programs under memory models, and counters explored exhaustively.
+"""Models of the protocols: litmus programs under memory models, and state machines, all explored.
 
-Steps come from the table of accesses (`csrc/protocol/accesses.h`), which C++ tests compare with
-what the kernels do; numbers and places of slots are functions of `csrc` (`arithmetic.py`).
-`exchange.py` joins them; `ptx_program.py` and `counters.py` make programs and machines of that;
-`ptx.py` says which executions the memory model allows. `mutants.py` has defects that must be found.
+The steps come from the table of accesses (`csrc/protocol/accesses.h`), which C++ tests compare with
+the kernels. Numbers and slot places are computed by `csrc` itself (`arithmetic.py`). `exchange.py`
+combines them. `ptx_program.py` makes litmus programs, and `ptx.py` decides which executions the
+memory model allows. `counters.py` explores a state machine. `mutants.py` lists defects that must be
+found.
 """

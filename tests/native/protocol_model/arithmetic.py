@@ -1,7 +1,7 @@
-"""Numbers, places of slots and comparisons of the protocol: functions of `csrc`, compiled.
+"""Numbers, slot places and comparisons of the protocol, computed by compiled functions of `csrc`.
 
-A model of few operations uses halves of few units, and a defect is a switch of the sources
-(`csrc/protocol/fault_switch.h`): both are definitions that the functions are compiled with.
+Models of few operations use halves of few units, and defects are switches of the sources
+(`csrc/protocol/fault_switch.h`). Both are definitions for the compiler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def _library(half_units: int, faults: tuple[str, ...]) -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        pytest.skip("no C++ compiler: the model's arithmetic is that of csrc")
+        pytest.skip("no C++ compiler, which the model's arithmetic needs")
     path = pathlib.Path(_folder().name) / f"{'-'.join((str(half_units), *faults))}.so"
     command = [compiler, "-std=c++20", "-shared", "-fPIC", "-O1", f"-I{CSRC}", str(SOURCE)]
     command += [f"-DALLNORM_HALF_UNITS={half_units}", "-o", str(path)]
@@ -46,13 +46,13 @@ def _library(half_units: int, faults: tuple[str, ...]) -> ctypes.CDLL:
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlace:
-    """Where the slots of one operation are.
+    """The slots of one operation.
 
     Attributes:
-        slots: which it uses, a unit or a large phase.
-        uses: how many operations have used them before.
-        hands_back: whether it hands slots back.
-        since: how many operations lie between it and the last before it that has.
+        slots: Its unit or large phase.
+        uses: How many earlier operations used the same slots.
+        hands_back: Whether the operation returns slots.
+        since: How many operations have passed since an earlier operation returned slots.
     """
 
     slots: Hashable
@@ -62,7 +62,7 @@ class SlotPlace:
 
 
 class Arithmetic:
-    """That of `csrc`, with halves of so many units and the given faults."""
+    """The arithmetic of `csrc`, with halves of `half_units` units and the given faults."""
 
     def __init__(self, half_units: int = 16, faults: tuple[str, ...] = ()) -> None:
         library = self._library = _library(half_units, faults)
@@ -73,9 +73,9 @@ class Arithmetic:
         self.tested_words = frozenset(word for word in range(4) if words >> word & 1)
         self.reached = self._compare(lambda seen, op: library.model_reached(seen, op))
         nan_e4m3, canonical = library.model_nan_e4m3(), _word(library.model_canonical_word())
-        # What is stored for a NaN, by what a word holds: numbers of 16 or 32 bits, four e4m3
-        # numbers, the scale of a row of 16 bits as a float32, four e2m1 numbers and their scale.
-        # tests/cuda_accesses_test.cpp looks at what the kernels store.
+        # The word stored for NaN, by its contents: 16- or 32-bit numbers, four e4m3 numbers, the
+        # float32 scale of a 16-bit row, or four e2m1 numbers with their scale. The kernels' stores
+        # are checked by csrc/tests/cuda_accesses_test.cpp.
         self.nan_words = {
             "16": canonical,
             "32": canonical,
@@ -90,14 +90,16 @@ class Arithmetic:
         )
 
     def is_tag_of(self, index: int) -> Compare:
-        """Whether word `index` of a tag of one operation is taken for one of another."""
+        """Returns the comparison of word `index` of a tag with the number of an operation."""
         return self._compare(lambda seen, op: self._library.model_is_tag_of(index, seen, op))
 
     def slot_places(
         self, operations: int, large: Iterable[int], small: Iterable[int]
     ) -> list[SlotPlace]:
-        """Of that many operations: large ones, small ones, which take a unit, and others, which
-        take half of a half."""
+        """Returns the slot places of consecutive operations.
+
+        Operations in `small` take a unit, those in `large` a large phase, others half of a half.
+        """
         places: list[SlotPlace] = []
         kept, large, small = 0, set(large), set(small)
         for k in range(operations):

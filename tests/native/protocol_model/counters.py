@@ -1,17 +1,17 @@
-"""The exchange as a machine whose every state is visited: numbers, slots, deadlines, deaths.
+"""The exchange as a state machine: visits every state of numbers, slots, deadlines and deaths.
 
-Numbers are those of the device, modulo 2^32. A rank is in one kernel at a time; its threads are the
-ones of the description. A store to a peer takes effect at once: only its receiver looks at it, so
-that a late store is no more than a wait that ends late. A clear takes effect at any time after it,
-and its own rank sees it before; a fence waits until those of earlier kernels have. A wait may end
-by its deadline at any time, and a rank may die at any time, where the setting says so.
+Numbers are those of the device, modulo 2^32. A rank runs one kernel at a time, with the threads
+that `kernels.py` describes. A store to a peer takes effect at once: only the receiver reads it, so
+a late store is equivalent to a late end of a wait. A clear takes effect at any later time, but its
+own rank sees it at once. A fence waits until the clears of earlier kernels have taken effect. If
+the setting allows it, a wait may time out and a rank may die at any time.
 
-Words have bits: of operations of different transports, and so of different layouts, that use a
-unit one after the other, a word may lie where the other has a word of another kind. A NaN is one
-only to a reader that takes its bits for one.
+Words have bits. Operations with different transports, and therefore different layouts, may use the
+same unit, where a word of one lies at the place of a different kind of word of the other. Whether
+it is a NaN depends on how the reader interprets its bits.
 
-What keeps a failed thread from storing into slots stands in the table of accesses, what else it
-still does here: csrc/tests/cuda_accesses_test.cpp compares both with the kernels.
+The table of accesses says which stores a thread leaves out after a failure. This file says what
+else it does then. csrc/tests/cuda_accesses_test.cpp compares both with the kernels.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .kernels import DATA, EMPTY, HEAD, LANE, Kernels, Put, Setting, Wait, Word
 
 
 class Rank(NamedTuple):
-    kernel: int  # the operation it is in, or about to start
+    kernel: int  # the current or next operation
     running: bool
-    threads: tuple[int, ...]  # the place of each in its program; -1: at its end
+    threads: tuple[int, ...]  # position of each thread in its program; -1: at its end
     failed: tuple[bool, ...]
-    poisoned: int  # the operation it has failed in, or -1
-    nan_of: int  # the first operation in which it took a NaN from a peer, or -1
+    poisoned: int  # the operation that failed, or -1
+    nan_of: int  # the first operation that received a NaN from a peer, or -1
     dead: bool
 
 
@@ -40,7 +40,7 @@ class Clear(NamedTuple):
 
 
 class State(NamedTuple):
-    """Made anew rather than by _replace(), which took a quarter of the time of an exploration."""
+    """A state of all ranks. Constructed directly, because _replace() is slow."""
 
     ranks: tuple[Rank, ...]
     memory: tuple[Any, ...]
@@ -48,23 +48,23 @@ class State(NamedTuple):
 
 
 class WrongError(Exception):
-    """A rank took something for what it is not."""
+    """A rank accepted a wrong value."""
 
 
 def is_nan(word: int, bits: str) -> bool:
-    """Whether all numbers of a word of 32 bits are NaN, to who reads it as `bits`."""
+    """Returns whether all numbers of a 32-bit word are NaN if it is read as `bits`."""
     if bits == "e4m3":
         return all(word >> shift & 0x7F == 0x7F for shift in (0, 8, 16, 24))
-    if bits == "nvfp4":  # its scale is, and its elements are zeros
+    if bits == "nvfp4":  # the scale is NaN and the elements are zero
         return word >> 16 & 0x7F == 0x7F and word & 0xFFFF == 0
-    if bits == "16":  # bfloat16 and float16 alike
+    if bits == "16":  # NaN both as bfloat16 and as float16
         halves = (word & 0x7FFF, word >> 16 & 0x7FFF)
         return all(half > 0x7F80 for half in halves)
     return word & 0x7FFFFFFF > 0x7F800000
 
 
 class Machine:
-    """All states of an exchange in a setting."""
+    """The state machine of an exchange in a setting."""
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         kernels = Kernels(exchange, setting)
@@ -81,7 +81,7 @@ class Machine:
         return State((rank,) * self.setting.world_size, tuple(self.memory.values()), frozenset())
 
     def _seen(self, state: State, rank: int, location: Any) -> Any:
-        """What a rank reads: its own clear, in effect or not, or memory."""
+        """Returns the value that a rank reads: its own pending clear, or memory."""
         for clear in state.pending:
             if clear.rank == rank and clear.location == location:
                 return EMPTY
@@ -93,7 +93,7 @@ class Machine:
         return State(state.ranks, tuple(memory), state.pending)
 
     def _advance(self, state: State, rank: int, thread: int) -> State:
-        """Lets a thread go on up to its next wait or fence."""
+        """Advances a thread to its next wait or fence."""
         me = state.ranks[rank]
         program = self._programs[rank, me.kernel][thread]
         place, is_lane = me.threads[thread], thread > 0
@@ -154,7 +154,7 @@ class Machine:
         return self._with(state, rank, me)
 
     def _fail(self, state: State, rank: int, thread: int) -> State:
-        """A wait ends without what it waited for."""
+        """Lets a wait time out."""
         me = state.ranks[rank]
         failed = (*me.failed[:thread], True, *me.failed[thread + 1 :])
         poisoned = me.kernel if me.poisoned < 0 else me.poisoned
@@ -172,7 +172,7 @@ class Machine:
         return True
 
     def _taken(self, state: State, rank: int, thread: int, wait: Wait) -> State:
-        """A wait has what it waited for."""
+        """Completes a wait with the values that it polled."""
         me = state.ranks[rank]
         diverged = False
         for location, _, expected in wait.polled:
@@ -185,13 +185,13 @@ class Machine:
             elif wait.kind == LANE and location[0] != "released":
                 diverged = diverged or seen != expected
         if diverged and self.setting.diverging is None:
-            raise WrongError(f"rank {rank} took an announcement for one of operation {me.kernel}")
+            raise WrongError(f"rank {rank} accepted a wrong tag in operation {me.kernel}")
         if diverged and me.poisoned < 0:
             me = me._replace(poisoned=me.kernel)
         return self._beyond(state, rank, thread, me)
 
     def _forget(self, state: State) -> State:
-        """Without what no live rank will look at any more: states that differ in it are one."""
+        """Removes what no live rank reads any more, so that equivalent states are equal."""
         if not (self.setting.deadlines or self.setting.deaths or self.setting.diverging):
             return state
         blind = set()
@@ -210,7 +210,7 @@ class Machine:
         return State(state.ranks, memory, pending)
 
     def next_states(self, state: State) -> Iterator[State]:
-        """Every state that one step leads to."""
+        """Returns all states after one step."""
         if self.setting.eager:
             for rank, thread in self._lanes(state):
                 step = self._success(state, rank, thread)
@@ -221,7 +221,7 @@ class Machine:
         return (self._checked(state, after, ready) for after in self._successors(state))
 
     def _lanes(self, state: State) -> list[tuple[int, int]]:
-        """Threads that move no data and are not at their end."""
+        """Returns the threads that move no data and are not at their end."""
         return [
             (rank, thread)
             for rank, me in enumerate(state.ranks)
@@ -240,9 +240,7 @@ class Machine:
             same = before.running and now.running and before.kernel == now.kernel
             waits = same and not now.dead and before.threads[thread] == now.threads[thread]
             if waits and not self._is_ready(after, rank, thread):
-                raise WrongError(
-                    f"what rank {rank} waits for was there and is not any more: {after}"
-                )
+                raise WrongError(f"a value that rank {rank} waits for has disappeared: {after}")
         return self._forget(after)
 
     def _successors(self, state: State) -> Iterator[State]:
@@ -271,12 +269,12 @@ class Machine:
         item = self._programs[rank, me.kernel][thread][me.threads[thread]]
         if isinstance(item, Wait) and (self.setting.deadlines or me.poisoned >= 0):
             yield self._fail(state, rank, thread)
-            if item.kind == HEAD:  # other threads of the block go on as if nothing had happened
+            if item.kind == HEAD:  # other threads of the block continue normally
                 poisoned = me.kernel if me.poisoned < 0 else me.poisoned
                 yield self._beyond(state, rank, thread, me._replace(poisoned=poisoned))
 
     def _success(self, state: State, rank: int, thread: int) -> State | None:
-        """Where a wait or a fence leads that has what it needs."""
+        """Returns the state after a wait or fence, or None if it cannot complete yet."""
         me = state.ranks[rank]
         item = self._programs[rank, me.kernel][thread][me.threads[thread]]
         if isinstance(item, Wait):
@@ -289,14 +287,14 @@ class Machine:
         return self._beyond(state, rank, thread, me)
 
     def _beyond(self, state: State, rank: int, thread: int, me: Rank) -> State:
-        """The thread goes on behind what it was at; `me` is its rank, changed or not."""
+        """Moves a thread past its wait or fence; `me` replaces the state of its rank."""
         threads = (*me.threads[:thread], me.threads[thread] + 1, *me.threads[thread + 1 :])
         state = self._with(state, rank, me._replace(threads=threads))
         return self._ended(self._advance(state, rank, thread), rank)
 
 
 def explore(exchange: Exchange, setting: Setting) -> tuple[int, str | None]:
-    """Visits every state. Returns how many there are, and what is wrong with one, if any."""
+    """Visits every state. Returns their number and a problem, or None."""
     machine = Machine(exchange, setting)
     known = {machine.start()}
     pending = list(known)
@@ -318,7 +316,7 @@ def explore(exchange: Exchange, setting: Setting) -> tuple[int, str | None]:
 
 
 def _judge(machine: Machine, state: State) -> str | None:
-    """What is wrong with a state from which nothing leads on."""
+    """Returns the problem of a final state, or None."""
     setting = machine.setting
     healthy = not setting.deadlines and setting.deaths == 0 and setting.diverging is None
     for rank, me in enumerate(state.ranks):
@@ -327,9 +325,9 @@ def _judge(machine: Machine, state: State) -> str | None:
         if me.kernel < setting.operations:
             return f"rank {rank} waits for ever in operation {me.kernel}: {state}"
         if healthy and me.poisoned >= 0:
-            return f"rank {rank} failed for no reason: {state}"
+            return f"rank {rank} failed without a reason: {state}"
         if setting.diverging is not None and me.poisoned < 0:
-            return f"rank {rank} did not notice another call: {state}"
+            return f"rank {rank} did not notice a different call: {state}"
         if me.poisoned < 0 <= me.nan_of < setting.operations - 1:
             return f"rank {rank} has a NaN of operation {me.nan_of} and has not failed: {state}"
     if healthy and any(

@@ -1,10 +1,9 @@
 """The CPU protocol as litmus programs, from the table of accesses.
 
-csrc/tests/cpu_accesses_test.cpp compares the table with what `csrc/cpu` does. Of C++'s memory model
-this needs happens-before over release, acquire and non-atomic accesses, which is base causality
-order of `ptx.py` where every thread is in every scope; that races are undefined; and that seq_cst
-accesses have one order, of which no more is demanded than program order and what they read and
-overwrite.
+csrc/tests/cpu_accesses_test.cpp compares the table with `csrc/cpu`. From C++'s memory model, the
+programs need three things. Happens-before of release, acquire and non-atomic accesses is the base
+causality order of `ptx.py` when every thread is in every scope. Races are undefined. Accesses with
+seq_cst have one order, which must agree with program order and with what they read and overwrite.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ FIRST_OP = 120
 
 @dataclasses.dataclass(frozen=True)
 class Pull:
-    """The protocol.
+    """The CPU protocol.
 
     Attributes:
-        phases: of a workspace.
-        accesses: by part and place.
-        algorithms: steps in program order: announce, write_partial, publish_1, wait_1,
-            read_partial, write_sum, publish_2, wait_2, read_sum.
+        phases: The number of phases of a workspace.
+        accesses: Accesses by part and place.
+        algorithms: The steps of each algorithm in program order: announce, write_partial,
+            publish_1, wait_1, read_partial, write_sum, publish_2, wait_2, read_sum.
     """
 
     phases: int
@@ -38,7 +37,7 @@ class Pull:
 
 
 def pull_of(table: Table | None = None, faults: tuple[str, ...] = ()) -> Pull:
-    """The CPU protocol of the table, this tree's or another."""
+    """Returns the CPU protocol of `table`, by default that of the sources."""
     table = table or read_table()
     return Pull(
         phases=Arithmetic(faults=faults).pull_phases,
@@ -48,7 +47,7 @@ def pull_of(table: Table | None = None, faults: tuple[str, ...] = ()) -> Pull:
 
 
 def pull_program(pull: Pull, world_size: int, algorithms: tuple[str, ...]) -> Program:
-    """Operations of the given algorithms, one after the other, on each of the ranks."""
+    """Returns a program in which every rank runs operations of the given algorithms in order."""
     program = Program()
     for rank in range(world_size):
         program.initialize(("published", rank), 2 * FIRST_OP)
@@ -97,7 +96,7 @@ def _call(
 def _expect(
     program: Program, thread: Thread, access: Access, where: tuple[str, int, int], k: int, name: str
 ) -> None:
-    """A read that must return what belongs to operation k."""
+    """Adds a read that must return the value of operation k."""
     program.read(
         thread,
         access,
@@ -108,7 +107,7 @@ def _expect(
 
 
 def sleep_program(pull: Pull) -> tuple[Program, Event, Event]:
-    """publish() on one side, sleep() on the other, and the two reads of which one must see."""
+    """Returns a program of publish() and sleep(), and the two reads of which one must succeed."""
     program = Program()
     program.initialize("published", 0)
     program.initialize("sleepers", 0)

@@ -1,4 +1,4 @@
-"""What a model knows of the CUDA protocol: its steps, from the table of accesses, and numbers."""
+"""The CUDA protocol for the models: its steps, from the table of accesses, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from .program import Access
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Something that a thread does.
+    """A step of a thread.
 
     Attributes:
-        kind: "store" to peers, "wait" for peers, "clear" (an own slot), "fence" or "barrier".
+        kind: "store" to peers, "wait" for peers, "clear" of an own slot, "fence" or "barrier".
         where: "tag0", "tag1", "released", "partial", "finished" or "scale".
-        offset: the number stored or waited for is that of the operation plus this.
-        compare: which numbers a wait takes, (seen, expected); None: whatever is not empty.
-        unless: what a rank that stores nothing has done: "failed", "failed_before" (in an operation
-            before this one); "": it always stores.
-        since: ... less how many operations there have been since the last that handed slots back.
-        if_hands_back: only operations that hand slots back do it.
-        bits: of a word that is stored or waited for: "16" or "32", whichever rows have, "e4m3" or
-            "scale".
+        offset: Added to the number of the operation to get the number stored or waited for.
+        compare: Whether a wait accepts a number, (seen, expected); None: any word but the empty
+            one.
+        unless: The store is left out if the rank "failed", or "failed_before" this operation;
+            "": never.
+        since: Whether the number of operations since slots were last returned is subtracted.
+        if_hands_back: Whether only operations that return slots do this step.
+        bits: Contents of a word stored or waited for: "e4m3", "nvfp4" or "scale"; "": the bits of
+            the rows.
     """
 
     kind: str
@@ -40,7 +41,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """What threads do with slots. All do `send`; who sums does `own`; the others do `receive`."""
+    """Steps on slots. Every rank runs `send`; ranks that sum run `own`, the others `receive`."""
 
     all_sum: bool
     send: tuple[Step, ...]
@@ -50,17 +51,17 @@ class Transport:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The protocol, as the table and the sources have it.
+    """The protocol of the table and the sources.
 
     Attributes:
-        arithmetic: of numbers, and which slots operations use.
-        waits_for_grid: nothing is done before the preceding grid is complete.
-        roll_call: what a lane of the first serving warp does, for its peer.
-        hand_back: ... of the second.
-        transports: by name.
-        head: what lanes of every block of a large operation do first; a "barrier" of the block,
-            if there is one, is last.
-        first_released: what a new workspace holds, relative to the number of the first operation.
+        arithmetic: Arithmetic of numbers and slot places.
+        waits_for_grid: Whether kernels wait until the preceding grid is complete.
+        roll_call: Steps of a lane of the service cluster's first warp, for its peer.
+        hand_back: Steps of a lane of its second warp.
+        transports: Transports by name.
+        head: First steps of lanes in every block of a large operation; a "barrier" of the block is
+            the last one.
+        first_released: The number in a new workspace, relative to that of the first operation.
     """
 
     arithmetic: Arithmetic
@@ -71,9 +72,18 @@ class Exchange:
     head: tuple[Step, ...]
     first_released: int
 
+    def data_steps(
+        self, transport: str, rank: int, owner: int, peers: list[int]
+    ) -> list[tuple[Step, list[int]]]:
+        """Returns a rank's steps on slots, each with the peers that it exchanges data with."""
+        of = self.transports[transport]
+        sums = of.all_sum or rank == owner
+        to = peers if of.all_sum else [] if sums else [owner]
+        steps = [(step, to) for step in of.send]
+        return steps + [(s, peers if sums else [owner]) for s in (of.own if sums else of.receive)]
 
-# Of which parts a transport consists: whether all ranks sum, send, own, receive. The second hop of
-# quantized rows is not of the bits of x; words of NVFP4 have their scale in them.
+
+# Whether all ranks sum, and the parts of the table that are `send`, `own` and `receive`.
 _TRANSPORTS = {
     "one_shot": (True, ("one_shot_send",), ("one_shot_own",), ()),
     "two_shot": (False, ("two_shot_send",), ("two_shot_own",), ("two_shot_receive",)),
@@ -85,8 +95,7 @@ _TRANSPORTS = {
 _NUMBERS = {
     "op": {"offset": 0},
     "last": {"offset": -1, "since": True},
-    # Of defects: two operations before that, the same as the operation, the next one, and without
-    # counting the operations that hand nothing back.
+    # Only in defects.
     "last - 2": {"offset": -3, "since": True},
     "same": {"offset": 0, "since": True},
     "next": {"offset": 1},
@@ -118,16 +127,16 @@ def _step(table: Table, arithmetic: Arithmetic, row: Row, bits: str = "") -> Ste
             return Step("store", access, row.place)
         case "st":
             return Step("store", access, row.place, unless=unless, bits=bits)
-    raise LookupError(f"a row that no model knows: {row}")
+    raise LookupError(f"no step for {row}")
 
 
 def exchange_of(
     table: Table | None = None, half_units: int = 2, faults: tuple[str, ...] = ()
 ) -> Exchange:
-    """The protocol of the table, this tree's or another, and of arithmetic with such halves.
+    """Returns the protocol of `table`, by default that of the sources.
 
-    With halves of two units, that is, of two operations, all is used again soon, for models of few
-    operations; with four some operations wait for a number and hand nothing back.
+    With halves of two units, that is of two operations, slots are soon used again, so few
+    operations suffice. With four units, some operations wait for a number but do not return slots.
     """
     table = table or read_table()
     arithmetic = Arithmetic(half_units, faults)
@@ -138,6 +147,7 @@ def exchange_of(
 
     def transport(name: str) -> Transport:
         all_sum, *parts = _TRANSPORTS[name]
+        # Quantized rows have different bits in the second hop; words of NVFP4 contain their scale.
         second = {"owned_quantized": "e4m3", "owned_nvfp4": "nvfp4"}.get(name)
         bits = {"finished": second, "scale": "scale"} if second else {}
         send, own, receive = (

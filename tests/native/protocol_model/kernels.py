@@ -1,4 +1,4 @@
-"""The kernels of an exchange as `counters.py` runs them: what each thread does, and on what."""
+"""The kernels of an exchange for `counters.py`: the stores, clears and waits of each thread."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ WRAP = 1 << 32
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """`transport`: of every operation, or of each; the same of `bits`, "16" or "32".
+    """The operations to explore, and what may happen to them.
 
-    `large`, `small`: which operations use large phases, and which a unit: SlotPlace.
-
-    `shift`: by how many places the slots of each operation are displaced against those of one that
-    says 0: the words of different layouts meet.
-
-    `diverging`: the rank and the operation of a call unlike that of the others.
-
-    `eager`: a step of the roll call or of handing back is taken as soon as it can be, and nothing
-    else before it. That leaves out orders only, as long as what such a thread waits for stays
-    there once it is there; the exploration that is not eager fails if it does not.
+    Attributes:
+        transport: The transport of all operations, or of each.
+        large, small: The operations that take a large phase, and those that take a unit.
+        deadlines: Whether waits may time out.
+        deaths: How many ranks may die.
+        diverging: The rank and the operation of a call that differs from that of its peers.
+        eager: Whether steps of the roll call and of returning slots come first, as soon as they are
+            possible. This leaves out interleavings only, provided that a value that such a thread
+            waits for does not disappear. Explorations that are not eager check this.
+        bits: Bits of the rows of all operations, or of each: "16" or "32".
+        shift: By how many places the slots of each operation are displaced, so that words of
+            different layouts share a place.
     """
 
     world_size: int = 2
@@ -54,7 +56,7 @@ class Setting:
 
 
 class Word(NamedTuple):
-    """What is in a slot: of an operation and its rank, as it should be or a NaN of its bits."""
+    """The value in a slot: the data of an operation and a rank, or a NaN of the same bits."""
 
     op: int
     rank: int
@@ -66,7 +68,7 @@ class Word(NamedTuple):
 class Put(NamedTuple):
     """A store to a peer, or a clear of an own slot.
 
-    `sums`: what is stored depends on what the thread has waited for.
+    `sums`: whether the value depends on an earlier wait of the thread.
     """
 
     location: Any
@@ -76,14 +78,14 @@ class Put(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """(Location, what it takes, what it should get) of everything that is polled together."""
+    """Locations that are polled together, each with its comparison and the expected value."""
 
     polled: tuple[tuple[Any, Compare | None, Any], ...]
     kind: str
 
 
 class Kernels:
-    """The program of each rank's threads in each operation, and what memory holds at first."""
+    """The programs of all threads of each rank and operation, and the initial memory."""
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         self.exchange, self.setting = exchange, setting
@@ -104,7 +106,7 @@ class Kernels:
         return self._op(k) % self.exchange.arithmetic.tag_slots
 
     def _places(self) -> int:
-        """Of an operation: a partial of each rank, a finished word, a scale."""
+        """Places of an operation: a partial of each rank, a finished word and a scale."""
         return self.setting.world_size + 2
 
     # ---- the program of a kernel -----------------------------------------------------------------
@@ -125,18 +127,10 @@ class Kernels:
                         yield where, (self._op(before), -1)
 
     def _threads(self, rank: int, k: int) -> list[list[Any]]:
-        """Of each thread: what it puts, waits for, and "fence"."""
+        """Returns the program of each thread: Put, Wait and "fence"."""
         peers = [peer for peer in range(self.setting.world_size) if peer != rank]
-        transport = self.exchange.transports[self.setting.transport_of(k)]
         owner = self._slot_places[k].uses % max(1, self.setting.world_size - 1)
-        steps: list[tuple[Step, list[int]]] = []
-        to = peers if transport.all_sum else [owner] if owner != rank else []
-        steps += [(step, to) for step in transport.send]
-        mine = transport.all_sum or owner == rank
-        steps += [
-            (step, peers if mine else [owner])
-            for step in (transport.own if mine else transport.receive)
-        ]
+        steps = self.exchange.data_steps(self.setting.transport_of(k), rank, owner, peers)
         data = self._merged([self._data(s, rank, k, peers) for s, peers in steps])
         waits = [place for place, item in enumerate(data) if isinstance(item, Wait)]
         programs = [
@@ -155,7 +149,7 @@ class Kernels:
         return [self._head(rank, peers, k) + program for program in programs]
 
     def _head(self, rank: int, peers: list[int], k: int) -> list[Any]:
-        """What every thread of a large operation waits for: all lanes of its block's first warp."""
+        """Returns the wait at the head of a large operation: of all lanes of the first warp."""
         if k not in self.setting.large:
             return []
         waits = [s for s in self.exchange.head if s.kind == "wait"]
@@ -193,7 +187,7 @@ class Kernels:
         return Wait((polled,), LANE)
 
     def _merged(self, parts: list[list[Any]]) -> list[Any]:
-        """Waits that follow each other are one, which polls all that they poll."""
+        """Merges consecutive waits into one."""
         program: list[Any] = []
         for item in (item for part in parts for item in part):
             if program and isinstance(item, Wait) and isinstance(program[-1], Wait):

@@ -1,4 +1,4 @@
-"""Defects of the protocol: edits of the table of accesses, or faults of the sources, by name."""
+"""Defects of the protocol by name: edits of the table of accesses, or faults of the sources."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .exchange import Exchange, exchange_of
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """An edit of the table, and switches of `csrc/protocol/fault_switch.h`.
+    """A defect of the protocol.
 
     Attributes:
-        edit: what becomes of the table.
-        faults: the switches.
-        first_released: what a new workspace holds, if another number than it does.
+        edit: Changes the table of accesses.
+        faults: Switches of `csrc/protocol/fault_switch.h`.
+        first_released: A wrong number in new workspaces, or None.
     """
 
     edit: Callable[[Table], Table] = lambda table: table
@@ -25,7 +25,7 @@ class Defect:
     first_released: int | None = None
 
     def exchange(self, half_units: int = 2) -> Exchange:
-        """The protocol with the defect."""
+        """Returns the protocol with the defect."""
         exchange = exchange_of(self.edit(read_table()), half_units, self.faults)
         if self.first_released is None:
             return exchange
@@ -52,19 +52,19 @@ def _always_stored(row: Place) -> Defect:
     return _changed(row, when="always")
 
 
-# Each verb of what crosses the link, weak and of GPU scope. Those of 8 and 4 bytes are also how
-# packed rows and their scales are pushed.
+# Verbs of accesses across the link, each made weak or reduced to GPU scope. Those of 8 and 4 bytes
+# also push packed rows and their scales.
 _LINK = {
     "push": ("STORE_PACK", "relaxed"),
     "poll of a slot": ("LOAD_PACK", "relaxed"),
     "announcement": ("STORE_U64", "relaxed"),
     "poll of an announcement": ("LOAD_U64", "relaxed"),
-    "handed-back number": ("STORE_U32", "relaxed"),
-    "poll of a handed-back number": ("ACQUIRE_U32", "acquire"),
+    "number of returned slots": ("STORE_U32", "relaxed"),
+    "poll of that number": ("ACQUIRE_U32", "acquire"),
 }
 WEAKENED = {
     **{f"{name}: weak": _verb(verb, "weak") for name, (verb, _) in _LINK.items()},
-    **{f"{name}: of the GPU": _verb(verb, f"{order}.gpu") for name, (verb, order) in _LINK.items()},
+    **{f"{name}: GPU scope": _verb(verb, f"{order}.gpu") for name, (verb, order) in _LINK.items()},
 }
 
 _ROW_FENCE = ("hand_back", "none", "FENCE")
@@ -79,40 +79,40 @@ def _numbers_waited_for(number: str) -> Defect:
     )
 
 
-# Of the exchange itself; each breaks it at 2 ranks with any transport.
+# Defects of the exchange itself: each breaks it with two ranks and any transport.
 EXCHANGE_MUTANTS = {
     "no fence": _without(_ROW_FENCE),
-    "fence of the GPU": _verb("FENCE", "acq_rel.gpu"),
-    "fence of the block": _verb("FENCE", "acq_rel.cta"),
-    "published before the fence": Defect(lambda table: table.swapped("hand_back")),
+    "fence of GPU scope": _verb("FENCE", "acq_rel.gpu"),
+    "fence of block scope": _verb("FENCE", "acq_rel.cta"),
+    "number stored before the fence": Defect(lambda table: table.swapped("hand_back")),
     "number read relaxed": _changed(_ROW_REACHED, verb="LOAD_U32"),
-    "peers' numbers not waited for": _without(_ROW_REACHED),
-    "nothing published": _without(_ROW_STORED),
+    "no wait for peers' numbers": _without(_ROW_REACHED),
+    "no number stored": _without(_ROW_STORED),
     "number of an earlier half": _numbers_waited_for("last - 2"),
     "== for >=": _fault("equal_for_reached"),
     "halves of one operation": _fault("half_of_one_operation"),
     "one unit": _fault("one_unit"),
-    "a half begun and nothing handed back": _fault("half_not_handed_back"),
-    "not waiting for the preceding grid": _without(("begin", "none", "GRID_WAIT")),
-    "first word of an announcement not tested": _fault("first_tag_word_not_tested"),
-    "second word of an announcement not tested": _fault("second_tag_word_not_tested"),
+    "slots not returned at the begin of a half": _fault("half_not_handed_back"),
+    "no wait for the preceding grid": _without(("begin", "none", "GRID_WAIT")),
+    "first word of a tag not tested": _fault("first_tag_word_not_tested"),
+    "second word of a tag not tested": _fault("second_tag_word_not_tested"),
 }
 
-# Of large operations.
+# Defects of large operations.
 LARGE_MUTANTS = {
     "no wait at the head": _without(_ROW_HEAD),
     "no barrier after the head": _without(("head", "none", "BLOCK_BARRIER")),
-    "head: number of two operations ago": _numbers_waited_for("last - 2"),
+    "head: number of two operations before": _numbers_waited_for("last - 2"),
     "head: number of the same operation": _numbers_waited_for("same"),
-    "published as of the next operation": _changed(_ROW_STORED, number="next"),
-    "large operations hand nothing back": _fault("large_not_handed_back"),
+    "number of the next operation stored": _changed(_ROW_STORED, number="next"),
+    "large operations do not return slots": _fault("large_not_handed_back"),
     "head: relaxed": _verb("ACQUIRE_U32", "relaxed.sys"),
-    "head: of the GPU": _verb("ACQUIRE_U32", "acquire.gpu"),
+    "head: GPU scope": _verb("ACQUIRE_U32", "acquire.gpu"),
     "one large phase": _fault("one_large_phase"),
-    "a new workspace's slots not handed back": Defect(first_released=-2),
+    "slots of a new workspace not returned": Defect(first_released=-2),
 }
 
-# Of one transport.
+# Defects of one transport.
 TRANSPORT_MUTANTS = {
     "no clear": ("one_shot", _without(("one_shot_own", "partial", "CLEAR_PACK"))),
     "clear before the wait": ("one_shot", Defect(lambda table: table.swapped("one_shot_own"))),
@@ -128,11 +128,11 @@ TRANSPORT_MUTANTS = {
     "no clear of a scale": ("owned_quantized", _without(("packed_receive", "scale", "CLEAR_U32"))),
 }
 
-# Seen where a slot has more than one word.
+# Defects that need slots of several words.
 WORD_MUTANTS = {"one word of a slot not tested": _fault("one_word_tested")}
 
-# Of a rank that stores into slots after an operation has failed: (kind of call of the operation
-# that a peer is still in, kind of the later ones, shift of their slots).
+# Stores into slots after a failure. Each with the transport of the operation that a peer is still
+# in, that of later operations, and the shift of their slots.
 LATE_MUTANTS = {
     "sums relayed after a failure": (
         ("owned_quantized", "two_shot", 0),
@@ -168,21 +168,21 @@ LATE_MUTANTS = {
     ),
 }
 
-# Of numbers and slots: seen by exploring, some of them only where numbers wrap.
+# Defects of numbers and slots, for the state machine. Some only show where numbers wrap.
 COUNTER_MUTANTS = {
     **{
         name: EXCHANGE_MUTANTS[name]
         for name in (
-            *("no fence", "nothing published", "== for >="),
-            *("halves of one operation", "one unit", "a half begun and nothing handed back"),
+            *("no fence", "no number stored", "== for >="),
+            *("halves of one operation", "one unit", "slots not returned at the begin of a half"),
         )
     },
     **{name: TRANSPORT_MUTANTS[name][1] for name in ("no clear", "clear before the wait")},
     "numbers compared without wrapping": _fault("compared_without_wrapping"),
-    "what hands nothing back not counted": _numbers_waited_for("op - 1"),
+    "operations that do not return slots not counted": _numbers_waited_for("op - 1"),
 }
-# Of these, what goes right if a half has two operations.
-SEEN_IN_LONGER_HALVES = ("what hands nothing back not counted",)
+# Defects that do not show in halves of two operations.
+SEEN_IN_LONGER_HALVES = ("operations that do not return slots not counted",)
 
 ALL = (
     *WEAKENED.values(),

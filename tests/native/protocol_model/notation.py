@@ -1,4 +1,4 @@
-"""Litmus tests as text: a column of PTX-like instructions for each thread."""
+"""Parses litmus tests: a column of PTX-like instructions for each thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Hashable
 
 from .program import Access, Event, Program, Scope, Thread
 
+# The GPU and block of a thread. Threads with the same letter are in the same block.
+_PLACES = {"A": (0, 0), "N": (0, 1), "B": (1, 1), "C": (2, 2), "D": (3, 3)}
 _SCOPES = {"cta": Scope.CTA, "gpu": Scope.GPU, "sys": Scope.SYS}
 _INSTRUCTION = re.compile(
     r"(?P<verb>ld|st|fence)(\.(?P<order>weak|relaxed|acquire|release|acq_rel|sc))?"
@@ -19,21 +21,25 @@ def access_of(order: str | None, scope: str | None) -> Access:
 
 
 def parse(*columns: str, data_dependent: bool = False) -> tuple[Program, dict[str, Event]]:
-    """A program of threads such as `"gpu0 cta0: st.relaxed.sys x 1; ld.acquire.sys r1 y"`.
+    """Parses threads such as `"A: st.relaxed.sys x 1; ld.acquire.sys r1 y"`.
 
-    `bar.sync` is one barrier for all threads that have it, if they are of one block. Locations are
-    0 at first. Returns the program and its reads by the names of their registers.
+    `bar.sync` is a barrier of all threads of a block that have it. Locations are initially 0.
 
-    With `data_dependent`, each store depends on the loads before it in its thread.
+    Args:
+        columns: The threads.
+        data_dependent: Whether each store depends on the earlier loads of its thread.
+
+    Returns:
+        The program, and its reads by the names of their registers.
     """
     program = Program()
     reads: dict[str, Event] = {}
     bodies = []
     for number, column in enumerate(columns):
         place, body = column.split(":")
-        gpu, cta = re.findall(r"\d+", place)
+        gpu, block = _PLACES[place.strip()]
         instructions = [text.strip() for text in body.split(";")]
-        bodies.append((Thread(f"T{number}", int(gpu), int(cta)), instructions))
+        bodies.append((Thread(f"T{number}", gpu, block), instructions))
     locations: set[Hashable] = set()
     for text in re.findall(r"(?:st|ld)\S* ([^;]+)", ";".join(c.split(":")[1] for c in columns)):
         locations.update(word for word in text.split() if word.isalpha())

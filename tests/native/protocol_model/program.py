@@ -1,4 +1,4 @@
-"""Litmus programs: events of threads, what orders them statically, and what waits for what."""
+"""Litmus programs: events of threads, their static order, and waits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ class Scope(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """How an instruction takes part in its memory model. `order`: weak (or non-atomic), relaxed,
-    acquire, release, acq_rel, sc. Weak accesses have no scope."""
+    """The order and scope of an instruction.
+
+    `order` is weak (or non-atomic), relaxed, acquire, release, acq_rel or sc. Weak accesses have no
+    scope.
+    """
 
     order: str = "weak"
     scope: Scope | None = None
@@ -43,7 +46,7 @@ class Thread:
     block: Hashable = 0
 
     def within(self, scope: Scope | None, other: Thread) -> bool:
-        """Whether an operation of this thread with `scope` may interact directly with `other`."""
+        """Returns whether `scope`, seen from this thread, includes the thread `other`."""
         if scope is None:
             return False
         if scope == Scope.SYS:
@@ -54,9 +57,11 @@ class Thread:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Event:
-    """One operation. A read with `accepts` is a wait: it polls until it reads a value that is
-    accepted, and what follows it in its thread happens only then. `expected` is what a read should
-    return, or a wait that went on should have."""
+    """One operation of a thread.
+
+    A read with `accepts` is a wait: it polls until `accepts` is true of the value, and only then do
+    later events of its thread happen. `expected` is true of the correct values of a read or wait.
+    """
 
     index: int
     kind: str  # read, write, fence, joint
@@ -80,16 +85,16 @@ INITIALLY = Thread("initially", -1)
 class Program:
     """Events in program order, joints between threads, and initial values.
 
-    A joint is a point that some threads reach at their end, or at their current last event, and
-    from which others start: a barrier, or the boundary of two kernels.
+    A joint is a barrier or the boundary of two kernels: some threads reach it after their last
+    event so far, and some threads continue from it.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.initial: dict[Hashable, Event] = {}
         self.threads: dict[Thread, list[Event]] = {}
-        # Static "synchronizes" edges, and control dependences (what comes second cannot happen
-        # before the first is done), which need not order memory.
+        # Static "synchronizes" edges; and dependences, where the second event cannot happen before
+        # the first, which need not order memory.
         self.synchronizes: list[tuple[Event, Event]] = []
         self.depends: list[tuple[Event, Event]] = []
 
@@ -131,9 +136,9 @@ class Program:
     def joint(
         self, before: Iterable[Thread], after: Iterable[Thread], orders_memory: bool = True
     ) -> None:
-        """All that `before` have done up to now precedes all that `after` will do from now on.
+        """Orders all events of `before` so far before all later events of `after`.
 
-        Without `orders_memory` this is so in time only, and not in causality order.
+        Without `orders_memory` this holds only in time, not in causality order.
         """
         joint = self._add(Event(len(self.events), "joint", INITIALLY, Access(), name="joint"))
         for thread in before:
@@ -147,10 +152,10 @@ class Program:
             if orders_memory:
                 self.synchronizes.append((joint, start))
 
-    # ---- derived, once all is there ------------------------------------------------------------
+    # ---- derived from a complete program --------------------------------------------------------
 
     def program_order(self) -> list[tuple[Event, Event]]:
-        """Each event and the next of its thread."""
+        """Returns each event with the next one of its thread."""
         return [
             (first, second)
             for events in self.threads.values()
@@ -158,7 +163,7 @@ class Program:
         ]
 
     def closure(self, edges: Iterable[tuple[Event, Event]]) -> list[int]:
-        """Bit y of row x: y is reached from x by one or more of `edges`, which have no cycle."""
+        """Returns rows of bits: bit y of row x is set if acyclic `edges` lead from x to y."""
         following: list[list[int]] = [[] for _ in self.events]
         for first, second in edges:
             following[first.index].append(second.index)
@@ -182,7 +187,7 @@ class Program:
         return [row(index) for index in range(len(self.events))]
 
     def by_location(self) -> dict[Hashable, tuple[list[Event], list[Event]]]:
-        """Writes, the initial one first, and reads of each location."""
+        """Returns the writes, starting with the initial one, and the reads of each location."""
         found: dict[Hashable, tuple[list[Event], list[Event]]] = {}
         for event in self.events:
             if event.kind in {"read", "write"}:

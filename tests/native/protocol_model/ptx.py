@@ -1,13 +1,13 @@
-"""The PTX memory consistency model as constraints: which executions of a program are allowed.
+"""The PTX memory consistency model as constraints on the executions of a program.
 
-After the PTX ISA, chapter "Memory Consistency Model" (8.7 to 8.10 of PTX 9.0), for programs of
-loads, stores, fences and barriers through the generic proxy: no read-modify-writes, every access of
-a location with the same width, one address for every location. Vector accesses are given as
-several scalar ones, each with a location of its own.
+Follows the PTX ISA, chapter "Memory Consistency Model" (8.7 to 8.10 of PTX 9.0), for programs of
+loads, stores, fences and barriers through the generic proxy: without read-modify-writes, with one
+width for all accesses of a location, and one address per location. A vector access is written as
+several scalar accesses to different locations.
 
-Every relation that only forbids (causality order, the closure behind no-thin-air) is encoded in one
-direction, what it must contain: a solver that adds to it only forbids more, so that an execution is
-found exactly if the smallest such relation allows one.
+Relations that only forbid executions (causality order, the closure for no-thin-air) are encoded in
+one direction: what they must contain. Anything that a solver adds only forbids more, so it finds an
+execution exactly if the smallest such relation allows one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Executions(Relations):
                 )
 
     def _location_axioms(self) -> None:
-        """SC per location: program order and morally strong communication make no cycle."""
+        """SC per location: program order and morally strong communication have no cycle."""
         for writes, reads in self.locations.values():
             place = {e: z3.Int(f"at:{e.index}") for e in (*writes, *reads)}
             for w, other in itertools.permutations(writes, 2):
@@ -88,7 +88,7 @@ class Executions(Relations):
                     self.solver.add(place[x] < place[y])
 
     def _no_thin_air(self) -> None:
-        """Reads-from and dependences make no cycle. What follows a wait depends on it."""
+        """Reads-from and dependences have no cycle. Events after a wait depend on it."""
         time = {e: z3.Int(f"time:{e.index}") for e in self.program.events if e.kind != "fence"}
         for r, sources in self.reads_from.items():
             for w, variable in sources.items():
@@ -104,7 +104,7 @@ class Executions(Relations):
                         self.solver.add(time[first] <= time[then])
 
     def _sc_accesses(self) -> None:
-        """Of C++, not of PTX: accesses that are seq_cst are in one order."""
+        """From C++, not PTX: all seq_cst accesses have one order."""
         sc = [e for e in self.program.events if e.access.order == "sc" and e.kind != "fence"]
         place = {e: z3.Int(f"order:{e.index}") for e in sc}
         for x, y in itertools.permutations(sc, 2):
@@ -121,10 +121,10 @@ class Executions(Relations):
                         overwritten = z3.And(variable, self.coherence[w, later])
                         self.solver.add(z3.Implies(overwritten, place[r] < place[later]))
 
-    # ---- questions -------------------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------------
 
     def wrong(self) -> z3.BoolRef:
-        """Some wait goes on with a value that it should not have accepted."""
+        """Returns the condition that a wait continues with a wrong value."""
         found = [
             variable
             for r, sources in self.reads_from.items()
@@ -135,11 +135,11 @@ class Executions(Relations):
         return z3.Or(found)
 
     def hangs(self) -> z3.BoolRef:
-        """Some wait never ends."""
+        """Returns the condition that a wait never ends."""
         return z3.Or(list(self.stuck.values()))
 
     def races(self) -> z3.BoolRef:
-        """Some conflicting pair is neither morally strong nor ordered by causality (PTX 8.7.1)."""
+        """Returns the condition that there is a data race (PTX 8.7.1)."""
         found = []
         for writes, reads in self.locations.values():
             for x, y in itertools.combinations((*writes, *reads), 2):
@@ -152,7 +152,7 @@ class Executions(Relations):
         return z3.Or(found)
 
     def find(self, *conditions: z3.BoolRef) -> list[str] | None:
-        """An execution in which all of `conditions` hold, in words; None if there is none."""
+        """Returns a description of an execution that meets all conditions, or None."""
         self.solver.push()
         self.solver.add(*conditions)
         try:
@@ -160,7 +160,7 @@ class Executions(Relations):
             if answer == z3.unsat:
                 return None
             if answer != z3.sat:
-                raise RuntimeError(f"z3 does not know: {self.solver.reason_unknown()}")
+                raise RuntimeError(f"z3 found no answer: {self.solver.reason_unknown()}")
             return self._describe(self.solver.model())
         finally:
             self.solver.pop()
@@ -189,5 +189,5 @@ class Executions(Relations):
         return lines
 
     def reads(self, read: Event, value: Hashable) -> z3.BoolRef:
-        """That `read` returns `value`."""
+        """Returns the condition that `read` returns `value`."""
         return z3.Or([v for w, v in self.reads_from[read].items() if w.value == value])

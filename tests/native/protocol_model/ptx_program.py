@@ -1,8 +1,7 @@
-"""The exchange as a litmus program: some operations of some ranks, one slot of each kind.
+"""The exchange as a litmus program: a few operations of a few ranks, with one slot of each kind.
 
-Every operation is a kernel of its own threads: those of an earlier one are never the same, since
-grids may be cut differently. Layouts of consecutive operations differ too, so a slot belongs to
-another sender whenever it is used again.
+Every operation is a kernel with different threads, because grids may have different shapes. Layouts
+differ as well, so each use of a slot has a different sender.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from .exchange import Exchange, Step
 from .program import Access, Program, Scope, Thread
 
 EMPTY = "empty"
-# Of operations, so that none is negative.
-FIRST_OP = 120
+FIRST_OP = 120  # earlier operations must not have negative numbers
 
-# Which threads of a kernel, and of the next one, a kernel boundary lies between.
+# Kinds of threads: a kernel boundary lies between each kind and each kind of the next kernel.
 DATA, ROLL_CALL, HAND_BACK = "data", "roll call", "hand-back"
 Threads = dict[str, list[Thread]]
 BOUNDARIES = tuple(itertools.product((DATA, ROLL_CALL, HAND_BACK), repeat=2))
@@ -29,12 +27,14 @@ BOUNDARIES = tuple(itertools.product((DATA, ROLL_CALL, HAND_BACK), repeat=2))
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How much of the protocol a program shows.
+    """The size of a program, and its kernel boundaries.
 
-    `large`, `small`: the operations that use large phases, and those that use a unit: SlotPlace.
-    `unordered`: boundaries that are only in time, that is, order no memory accesses.
-    `boundary_scope`: None takes a kernel boundary as PTX has it, an edge of "synchronizes";
-    otherwise it is no more than flags and fences of this scope, handled by a thread of the GPU's.
+    Attributes:
+        words: The words of a slot.
+        large, small: The operations that take a large phase, and those that take a unit.
+        unordered: Kernel boundaries that order time, but not memory accesses.
+        boundary_scope: None: a kernel boundary is a "synchronizes" edge, as in PTX. Otherwise it
+            only consists of flags and fences of this scope, by an extra thread of the GPU.
     """
 
     world_size: int = 2
@@ -48,7 +48,7 @@ class Setting:
 
 
 class ExchangeProgram:
-    """Builds the program of `exchange` in a `setting`."""
+    """Builds the litmus program of an exchange."""
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         self.exchange = exchange
@@ -81,7 +81,7 @@ class ExchangeProgram:
         }
 
     def _boundary(self, rank: int, k: int, before: Threads, after: Threads) -> None:
-        """Between operations k - 1 and k of a rank."""
+        """Adds the boundary between operations k - 1 and k of a rank."""
         unordered = self.setting.unordered
         if self.setting.boundary_scope is not None:
             self._flagged_boundary(rank, k, _all(before), _all(after))
@@ -111,7 +111,7 @@ class ExchangeProgram:
             program.read(thread, relaxed, ("started", rank, k), accepts=bool)
             program.fence(thread, fence)
 
-    # ---- what is where ---------------------------------------------------------------------------
+    # ---- locations ---------------------------------------------------------------------------
 
     def _initialize(self) -> None:
         tag_slots = self.exchange.arithmetic.tag_slots
@@ -138,7 +138,7 @@ class ExchangeProgram:
             yield ("scale", receiver, slots, word)
 
     def _owner(self, k: int) -> int:
-        """Another one when slots are used again, where two can take turns and a third receives."""
+        """Returns the owner: with three ranks, it changes when slots are used again."""
         return self._slot_places[k].uses % max(1, self.setting.world_size - 1)
 
     def _slot(self, step: Step, k: int, receiver: int, source: int, word: int) -> Hashable:
@@ -148,7 +148,7 @@ class ExchangeProgram:
         number = source - (source > receiver) + slot_place.uses
         return ("partial", receiver, slot_place.slots, number % (self.setting.world_size - 1), word)
 
-    # ---- what is done ----------------------------------------------------------------------------
+    # ---- steps ----------------------------------------------------------------------------
 
     def _run(self, rank: int, k: int, threads: Threads) -> None:
         peers = [peer for peer in self._ranks if peer != rank]
@@ -162,21 +162,13 @@ class ExchangeProgram:
                 if step.if_hands_back and not self._slot_places[k].hands_back:
                     continue
                 self._number(step, thread, rank, peer, k)
-        thread = threads[DATA][0]
-        transport = self.exchange.transports[self.setting.transport]
-        owner = self._owner(k)
-        owners = peers if transport.all_sum else [owner] if owner != rank else []
-        for step in transport.send:
-            self._data(step, thread, rank, k, owners)
-        if transport.all_sum or owner == rank:
-            for step in transport.own:
-                self._data(step, thread, rank, k, peers)
-        else:
-            for step in transport.receive:
-                self._data(step, thread, rank, k, [owner])
+        for step, of in self.exchange.data_steps(
+            self.setting.transport, rank, self._owner(k), peers
+        ):
+            self._data(step, threads[DATA][0], rank, k, of)
 
     def _begin_large(self, rank: int, k: int, peers: list[int], threads: Threads) -> None:
-        """In each block, the lanes of the first warp wait, and then the block for them."""
+        """Adds the head of a large operation: each block's first warp waits, then its barrier."""
         data, *lanes = threads[DATA]
         serving = [*threads[ROLL_CALL], *threads[HAND_BACK]]
         for block, waiting in (([data, *lanes], lanes), (serving, threads[ROLL_CALL])):
@@ -188,7 +180,7 @@ class ExchangeProgram:
                     self._number(step, thread, rank, peer, k)
 
     def _number(self, step: Step, thread: Thread, rank: int, peer: int, k: int) -> None:
-        """A step of a lane whose peer is `peer`, about the number of the operation."""
+        """Adds a step on the number of the operation, by a lane whose peer is `peer`."""
         op = FIRST_OP + k + step.offset - step.since * self._slot_places[k].since
         slot: tuple[int, ...] = ()
         if step.where != "released":
@@ -211,7 +203,7 @@ class ExchangeProgram:
             )
 
     def _data(self, step: Step, thread: Thread, rank: int, k: int, peers: list[int]) -> None:
-        """A step of a thread that moves data: to `peers`, or from them."""
+        """Adds a step of a thread that sends data to `peers`, or receives it from them."""
         for peer, word in itertools.product(peers, self.setting.words):
             receiver, source = (peer, rank) if step.kind == "store" else (rank, peer)
             place = self._slot(step, k, receiver, source, word)
@@ -233,7 +225,7 @@ class ExchangeProgram:
 
 
 def arrived(seen: Any) -> bool:
-    """Whether a slot is not empty."""
+    """Returns whether a slot is not empty."""
     return bool(seen != EMPTY)
 
 
@@ -242,5 +234,5 @@ def _all(threads: Threads) -> list[Thread]:
 
 
 def exchange_program(exchange: Exchange, setting: Setting | None = None) -> Program:
-    """The litmus program of `exchange`."""
+    """Returns the litmus program of an exchange."""
     return ExchangeProgram(exchange, setting or Setting()).program

@@ -1,4 +1,4 @@
-"""What constrains an execution in the PTX model: what happens, communicates, and precedes what."""
+"""The relations of the PTX model over an execution: what happens, communicates and precedes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Edge = tuple[Event, Event, z3.BoolRef]
 
 
 def morally_strong(x: Event, y: Event) -> bool:
-    """PTX 8.7, of two operations of which memory operations are on the same location."""
+    """Returns whether two operations are morally strong (PTX 8.7); accesses share a location."""
     if x.thread == y.thread:
         return True
     if not (x.access.strong and y.access.strong):
@@ -22,13 +22,13 @@ def morally_strong(x: Event, y: Event) -> bool:
 
 
 class Relations:
-    """The relations of executions of `program`, as variables of a solver, and their definitions.
+    """The relations of the executions of a program, as variables and constraints of a solver.
 
     Attributes:
-        reads_from: of each read, the writes it may read from and the variable that says it does.
-        coherence: of each pair of writes of a location, whether the first precedes the second.
-        stuck: of each wait, whether it never gets what it waits for.
-        happens: of each event, whether it is executed: nothing follows a stuck wait.
+        reads_from: For each read, the variables of the writes that it may read from.
+        coherence: For each pair of writes of a location, whether the first precedes the second.
+        stuck: For each wait, whether it never ends.
+        happens: For each event, whether it is executed. No event follows a stuck wait.
     """
 
     def __init__(self, program: Program) -> None:
@@ -43,7 +43,7 @@ class Relations:
         self._define_communication()
         self._define_causality()
 
-    # ---- what happens, and what communicates ----------------------------------------------------
+    # ---- events and communication ----------------------------------------------------
 
     def _define_happening(self) -> None:
         waits = [e for e in self.program.events if e.accepts is not None]
@@ -85,7 +85,7 @@ class Relations:
             self._forward_progress(r)
 
     def _forward_progress(self, r: Event) -> None:
-        """A poll that never ends reads a write that no write it is bound to see comes after."""
+        """A stuck poll reads the last of the writes that it must eventually see."""
         for w, variable in self.reads_from[r].items():
             for later in self.reads_from[r]:
                 if later is not w and morally_strong(later, r):
@@ -98,7 +98,7 @@ class Relations:
         return self.reads_from[r][w] if morally_strong(w, r) else None
 
     def _patterns(self, pattern: str) -> list[tuple[Event, Event]]:
-        """(First operation, write) of release patterns, or (last operation, read) of acquires."""
+        """Returns (first, write) of release patterns, or (last, read) of acquire patterns."""
         found = []
         for events in self.program.threads.values():
             ordered = events if pattern == "release" else events[::-1]
@@ -118,14 +118,16 @@ class Relations:
         return found
 
     def _does_alone(self, first: Event, then: Event, pattern: str) -> bool:
-        """Whether `then` is such a pattern by itself, and no narrower: what `first` would add
-        follows from program order."""
+        """Returns whether `then` is such a pattern by itself, with the same or a wider scope.
+
+        Then the pattern that begins with `first` follows from program order.
+        """
         access = then.access
         alone = access.releases if pattern == "release" else access.acquires
         return alone and access.scope is not None and access.scope >= (first.access.scope or 0)
 
     def _synchronizing(self) -> list[Edge]:
-        """Edges of "synchronizes" that depend on the execution, with their condition."""
+        """Returns the "synchronizes" edges that depend on the execution, with their conditions."""
         edges: list[Edge] = []
         acquires = defaultdict(list)
         for last, read in self._patterns("acquire"):
@@ -140,7 +142,7 @@ class Relations:
         return edges + self._fence_sc()
 
     def _fence_sc(self) -> list[Edge]:
-        """Fence-SC order: acyclic, of every pair of morally strong fence.sc."""
+        """Defines the Fence-SC order of all pairs of morally strong fence.sc."""
         fences = [e for e in self.program.events if e.kind == "fence" and e.access.order == "sc"]
         place = {f: z3.Int(f"sc:{f.index}") for f in fences}
         if fences:
@@ -158,7 +160,7 @@ class Relations:
             active = z3.Bool(f"sync:{number}")
             self.solver.add(z3.Implies(condition, active))
             self._edges.append((first, last, active))
-        # Ends of edges, and between which of them static order leads directly.
+        # The ends of edges, and the pairs of them that static order connects directly.
         self._ends = sorted({e for edge in self._edges for e in edge[:2]}, key=lambda e: e.index)
         pairs = [
             (a, b) for a in self._ends for b in self._ends if a is not b and self._reaches(a, b)
@@ -177,8 +179,10 @@ class Relations:
         return x is y or bool(self._static[x.index] >> y.index & 1)
 
     def _lead_to(self, direct: int) -> dict[Event, z3.BoolRef]:
-        """Of each end of an edge a variable: true if base causality leads there from events that
-        statically lead to the ends `direct`, as bits."""
+        """Returns a variable for each end of an edge: whether base causality leads there.
+
+        It starts at events that lead statically to the ends in the bit set `direct`.
+        """
         if direct not in self._led_to:
             label = len(self._led_to)
             there = {e: z3.Bool(f"from:{label},{e.index}") for e in self._ends}
@@ -193,7 +197,7 @@ class Relations:
         return self._led_to[direct]
 
     def base_causality(self, x: Event, y: Event) -> z3.BoolRef | bool:
-        """Whether x precedes y in base causality order; x and y on one location, or fences."""
+        """Returns whether x precedes y in base causality: accesses of one location, or fences."""
         if x is not y and self._reaches(x, y):
             return True
         direct = sum(1 << n for n, end in enumerate(self._ends) if self._reaches(x, end))
@@ -207,7 +211,7 @@ class Relations:
         return self._paths[direct, into]
 
     def causality(self, x: Event, y: Event) -> z3.BoolRef | bool:
-        """Base causality order, or observation order followed by it."""
+        """Returns whether x precedes y in base causality, or in observation followed by it."""
         if (x, y) not in self._causality:
             self._causality[x, y] = self._define_path(x, y)
         return self._causality[x, y]

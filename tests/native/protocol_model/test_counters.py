@@ -1,8 +1,8 @@
-"""Numbers, phases, deadlines and deaths of the CUDA exchange: every state of some operations.
+"""The CUDA exchange as a state machine: numbers, phases, deadlines and deaths.
 
-In every state that nothing leads on from, every rank that lives has come to its end; whatever it
-took was of its operation, or a NaN of a rank that had failed, in bits that it reads as NaN; and
-whoever took a NaN has failed by the next operation.
+In every final state, all live ranks are at their end. Every value that they accepted belongs to
+their operation, or is a NaN of a failed rank in the bits that they expect. A rank that accepted a
+NaN has failed by the next operation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .exchange import Exchange, exchange_of
 from .kernels import WRAP, Setting
 from .mutants import COUNTER_MUTANTS, LATE_MUTANTS, SEEN_IN_LONGER_HALVES
 
-# Operations cross 2^32, 2^31, nothing.
+# Numbers pass 2^32, 2^31, or neither.
 FIRST_OPS = (WRAP - 2, WRAP // 2 - 2, 0)
 LARGE = ((), (0, 1, 2, 3), (0, 2, 3))
 TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized", "gather")
-# NVFP4's rows lie as those of owned_quantized do: what is new are its words.
+# Rows of NVFP4 have the same places as those of owned_quantized, but different words.
 PAIRS = (
     *itertools.product(TRANSPORTS, TRANSPORTS),
     *(("owned_nvfp4", "owned_nvfp4"), ("two_shot", "owned_nvfp4"), ("owned_nvfp4", "two_shot")),
@@ -47,16 +47,14 @@ def explored(exchange: Exchange, setting: Setting) -> int:
 
 @pytest.mark.parametrize("first_op", FIRST_OPS)
 @pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
-def test_everyone_ends_with_what_is_right(
-    exchange: Exchange, transport: str, first_op: int
-) -> None:
+def test_every_rank_ends_correctly(exchange: Exchange, transport: str, first_op: int) -> None:
     for large in LARGE:
         setting = Setting(2, 6, first_op, transport, large)
         assert explored(exchange, setting) > 1000
 
 
 def test_halves_of_several_operations(exchange_of_four: Exchange) -> None:
-    """Most of them take a unit and hand nothing back, one is large."""
+    """Most operations take a unit and do not return slots; one is large."""
     for small, large in ((tuple(range(10)), ()), ((0, 1, 2, 5, 6, 7), (3,))):
         setting = Setting(2, 10, WRAP - 5, small=small, large=large, eager=True)
         places = exchange_of_four.arithmetic.slot_places(10, large, small)
@@ -79,23 +77,23 @@ def test_deadlines_and_a_death_at_any_point(
 
 
 def late_peer(of: str, then: str, shift: int, **others: Any) -> Setting:
-    """One operation of a kind and four of another, so that the last has the slots of the first."""
+    """Returns one operation, and four with the transport `then`: the last reuses its slots."""
     kinds, shifts = (of, *[then] * 4), (0, *[shift] * 4)
     return Setting(2, 5, transport=kinds, shift=shifts, deadlines=True, eager=True, **others)
 
 
 @pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize(("of", "then"), PAIRS)
-def test_a_late_peer_takes_nothing_of_later_operations(
+def test_a_late_peer_accepts_no_later_data(
     exchange: Exchange, of: str, then: str, shift: int
 ) -> None:
-    """Whatever kinds of calls meet in a unit, and wherever a rank has failed."""
+    """For all pairs of transports that use the same unit, and failures at any point."""
     assert explored(exchange, late_peer(of, then, shift)) > 500
 
 
 @pytest.mark.parametrize("shift", [0, 2])
-def test_kinds_of_calls_in_turn(exchange: Exchange, shift: int) -> None:
-    """Slots of any layout, one after the other in a unit, where nothing fails."""
+def test_transports_in_turn(exchange: Exchange, shift: int) -> None:
+    """Slots of different layouts share a unit, without failures."""
     kinds = (*TRANSPORTS, *TRANSPORTS[::-1])
     shifts = tuple(shift * (k // 4 % 2) for k in range(len(kinds)))
     for large in LARGE:
@@ -104,8 +102,8 @@ def test_kinds_of_calls_in_turn(exchange: Exchange, shift: int) -> None:
 
 
 @pytest.mark.parametrize("operation", [0, 1])
-def test_another_call_is_noticed_by_everyone(exchange: Exchange, operation: int) -> None:
-    """Without the help of deadlines."""
+def test_every_rank_notices_a_different_call(exchange: Exchange, operation: int) -> None:
+    """Without deadlines."""
     explored(exchange, Setting(2, 3, diverging=(0, operation)))
     explored(exchange, Setting(3, 1, diverging=(1, 0), eager=True))
 
@@ -117,7 +115,7 @@ LONG = {
     },
     "3 ranks": Setting(3, 4, eager=True),
     "3 ranks, large": Setting(3, 3, large=(0, 1, 2), eager=True),
-    "3 ranks, another call": Setting(3, 2, diverging=(1, 1), eager=True),
+    "3 ranks, different call": Setting(3, 2, diverging=(1, 1), eager=True),
     "3 ranks, deadlines": Setting(3, 1, deadlines=True, deaths=1, eager=True),
     "deadlines": Setting(2, 3, deadlines=True, deaths=1),
     "deadlines, more operations": Setting(2, 5, deadlines=True, deaths=1, eager=True),
@@ -128,7 +126,7 @@ LONG = {
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
 @pytest.mark.parametrize("name", LONG)
-def test_more_of_everything(exchange: Exchange, name: str, transport: str) -> None:
+def test_more_operations(exchange: Exchange, name: str, transport: str) -> None:
     explored(exchange, dataclasses.replace(LONG[name], transport=transport))
 
 
@@ -137,7 +135,7 @@ def test_more_of_everything(exchange: Exchange, name: str, transport: str) -> No
 @pytest.mark.parametrize("bits", ["16", "32"])
 @pytest.mark.parametrize("shift", [1, 3])
 @pytest.mark.parametrize(("of", "then"), PAIRS)
-def test_a_late_peer_wherever_slots_meet(
+def test_a_late_peer_with_other_shifts(
     exchange: Exchange, of: str, then: str, shift: int, bits: str
 ) -> None:
     explored(exchange, late_peer(of, then, shift, bits=(bits, *["16"] * 4)))
@@ -161,7 +159,7 @@ def test_a_defect_is_found(name: str) -> None:
     assert problem is not None
 
 
-def test_without_deadlines_a_death_is_waited_for_in_vain(exchange: Exchange) -> None:
+def test_without_deadlines_a_death_is_waited_for_for_ever(exchange: Exchange) -> None:
     _, problem = explore(exchange, Setting(2, 2, deaths=1))
     assert problem is not None
     assert "waits for ever" in problem

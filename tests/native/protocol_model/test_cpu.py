@@ -1,4 +1,4 @@
-"""The CPU protocol: no race, nothing read that is not of its operation, no wake-up lost."""
+"""The CPU protocol has no races, reads no data of a different operation, and loses no wake-up."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_defect_is_found(name: str) -> None:
     assert problem(MUTANTS[name](), calls) is not None
 
 
-# ---- going to sleep ------------------------------------------------------------------------------
+# ---- sleep ------------------------------------------------------------------------------
 
 
 def loses_a_wake_up(table: Table) -> bool:

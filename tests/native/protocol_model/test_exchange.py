@@ -1,8 +1,8 @@
-"""The CUDA exchange under the memory model of PTX: nothing wrong, no hang, no data race.
+"""The CUDA exchange under the memory model of PTX has no wrong values, hangs or data races.
 
-Wrong: a wait goes on with a value that is not of its operation. A hang: a wait never ends, be it
-that a clear came after the push that was waited for. A race would be undefined where accesses
-differ in width, as a push and the clear of an earlier push do (PTX 8.7.2).
+Wrong: a wait continues with a value of a different operation. Hang: a wait never ends, for example
+because a clear overwrites the push that it waits for. A race would be undefined behavior if the
+accesses differ in width, as a push and the clear of an earlier push do (PTX 8.7.2).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ z3 = pytest.importorskip("z3")
 
 from .ptx import Executions  # noqa: E402
 
-# Enough for the first half to be begun again.
+# The last operation begins the first half again.
 SMALL = Setting(world_size=2, operations=5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Executions in words, where the model allows one."""
+    """Descriptions of forbidden executions that the model allows; None: there are none."""
 
     wrong: list[str] | None
     hang: list[str] | None
@@ -39,7 +39,7 @@ class Verdict:
 
 def verdict(exchange: Exchange, setting: Setting) -> Verdict:
     executions = Executions(exchange_program(exchange, setting))
-    # A flagged boundary's own polls are no part of the protocol.
+    # The polls of a boundary made of flags are not part of the protocol.
     boundary = ("ended", "started")
     hangs = [v for e, v in executions.stuck.items() if e.location[0] not in boundary]
     return Verdict(
@@ -67,7 +67,7 @@ def test_nothing_goes_wrong(
 
 
 def test_halves_of_several_operations(exchange: Exchange) -> None:
-    """Of which one hands back, with operations that take a unit and others that take two."""
+    """Halves of one operation that returns slots and others that do not, of one or two units."""
     larger = exchange_of(half_units=4)
     for small in (tuple(range(9)), (0, 2, 3, 5, 6)):
         places = larger.arithmetic.slot_places(9, (), small)
@@ -76,7 +76,7 @@ def test_halves_of_several_operations(exchange: Exchange) -> None:
         assert found.fine, found
 
 
-# Large operations in a row, and with small ones in between.
+# Consecutive large operations, also with small ones in between.
 LARGE = ((0, 1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 2, 4), (1, 2, 3, 4))
 
 
@@ -110,7 +110,7 @@ def test_nothing_goes_wrong_at_length(
     assert found.fine, found
 
 
-def test_words_of_a_slot_arrive_alone(exchange: Exchange) -> None:
+def test_words_of_a_slot_arrive_separately(exchange: Exchange) -> None:
     found = verdict(exchange, dataclasses.replace(SMALL, words=(0, 1, 2, 3)))
     assert found.fine, found
 
@@ -142,23 +142,21 @@ def test_a_defect_is_found(name: str) -> None:
     assert found.wrong is not None or found.hang is not None
 
 
-# ---- which kernel boundaries the argument needs, and how strong ----------------------------------
+# ---- kernel boundaries ----------------------------------
 
-# Boundaries that must order memory, each for itself; of the others any one may do without.
+# Each of these boundaries must order memory. Any single one of the others need not.
 NEEDED = {(DATA, HAND_BACK), (HAND_BACK, DATA)}
 
 
 @pytest.mark.parametrize("kinds", BOUNDARIES, ids=" to ".join)
 def test_boundaries(exchange: Exchange, kinds: tuple[str, str]) -> None:
-    # So many that the last operation of a half, behind which one hands back, is used again.
+    # Six operations reuse the last operation of a half, after which slots are returned.
     setting = Setting(world_size=2, operations=6, unordered=frozenset({kinds}))
     found = verdict(exchange, setting)
     assert found.fine == (kinds not in NEEDED), found
 
 
 @pytest.mark.parametrize(("scope", "enough"), [(Scope.GPU, True), (Scope.CTA, False)])
-def test_a_boundary_need_not_be_a_fence_of_the_system(
-    exchange: Exchange, scope: Scope, enough: bool
-) -> None:
+def test_a_boundary_needs_gpu_scope(exchange: Exchange, scope: Scope, enough: bool) -> None:
     found = verdict(exchange, dataclasses.replace(SMALL, boundary_scope=scope))
     assert found.fine == enough, found

@@ -1,5 +1,5 @@
-"""What must be true of the compiled CUDA kernels, read from their machine code.
+"""Checks of the machine code of the CUDA kernels.
 
-`disassembly` reads it, `kernels` says which kernels there are, `rules` what holds for each, and
-`mutants` which defects of the sources each rule reports.
+`disassembly` reads machine code, `kernels` lists the kernels, `rules` has the rules for each
+kernel, and `mutants` the defects of the sources that each rule must report.
 """

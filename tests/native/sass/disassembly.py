@@ -1,6 +1,6 @@
-"""The machine code of a CUDA library: its kernels, their instructions, and which may follow which.
+"""The machine code of a CUDA library: its kernels, their instructions, and their control flow.
 
-Reads what `cuobjdump` and `nvdisasm` say; both come with the CUDA toolkit and as packages.
+Reads the output of `cuobjdump` and `nvdisasm`, which come with the CUDA toolkit and as packages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GLOBAL_MEMORY = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED")
 
 
 class ToolMissingError(Exception):
-    """A program of the CUDA toolkit that is not on this machine."""
+    """A program of the CUDA toolkit is not installed."""
 
 
 def tool(name: str) -> str:
-    """Path of a program of the CUDA toolkit: from an installed package, the toolkit or PATH."""
+    """Returns the path of a program of the CUDA toolkit: from a package, the toolkit or PATH."""
     home = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     purelib = pathlib.Path(sysconfig.get_path("purelib"))
     for folder in (*purelib.glob("nvidia/*/bin"), home / "bin"):
@@ -36,21 +36,21 @@ def tool(name: str) -> str:
     found = shutil.which(name)
     if found is None:
         raise ToolMissingError(
-            f"{name} is not on this machine: it comes with the CUDA toolkit, and as the package "
+            f"{name} is not installed: it comes with the CUDA toolkit, and as the package "
             f"nvidia-cuda-{name}"
         )
     return found
 
 
 def output_of(*command: str, cwd: pathlib.Path | None = None) -> str:
-    """What a program prints; its error output is in the exception when it fails."""
+    """Runs a program and returns its output. If it fails, raises RuntimeError."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     return done.stdout
 
 
-# A library has a million instructions, and some hundred opcodes.
+# Cached, because a library has a million instructions and a few hundred opcodes.
 @functools.cache
 def _parts(opcode: str) -> tuple[str, ...]:
     return tuple(opcode.split("."))
@@ -80,13 +80,13 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Address that a control instruction names."""
+        """The target address of a control instruction, or None."""
         match = re.search(r"(?:^|,)0x([0-9a-f]+)$", self.operands)
         return int(match[1], 16) if match else None
 
     @property
     def is_global(self) -> bool:
-        """Whether it touches global memory, by a generic address or not."""
+        """Whether it accesses global memory, possibly by a generic address."""
         return self.verb in GLOBAL_MEMORY
 
     @property
@@ -99,26 +99,26 @@ class Instruction:
 
     @property
     def is_system_wide(self) -> bool:
-        """Whether it is an access of the memory model's strong kind, among all devices."""
+        """Whether it is a strong access of system scope."""
         return self.parts[-2:] == ("STRONG", "SYS")
 
     @property
     def access_bytes(self) -> int:
-        """Bytes that a load or store moves."""
+        """The number of bytes that a load or store moves."""
         sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
         return next((sizes[part] for part in self.parts if part in sizes), 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A function that the host launches, with the subroutines that the compiler made of it."""
+    """A kernel, with its subroutines."""
 
     name: str
     instructions: tuple[Instruction, ...]
     frame_bytes: int = 0
 
     def _barrier_targets(self, indices: set[int]) -> dict[str, set[int]]:
-        """Where each of the convergence barriers that are set up at `indices` ends."""
+        """Returns where the convergence barriers end that instructions at `indices` set up."""
         targets: dict[str, set[int]] = {}
         for instruction in (self.instructions[i] for i in indices):
             if instruction.verb == "BSSY" and instruction.target is not None:
@@ -128,8 +128,8 @@ class Kernel:
 
     @functools.cached_property
     def _body(self) -> set[int]:
-        # Subroutines use the same barriers, so only those that the body sets up count; which those
-        # are, is known once the body is.
+        # Subroutines use the same barriers, but only those that the body sets up count. The body
+        # and its barriers depend on each other, so this repeats until nothing changes.
         body: set[int] = set()
         while True:
             barriers = self._barrier_targets(body)
@@ -146,9 +146,9 @@ class Kernel:
 
     @functools.cached_property
     def successors(self) -> dict[int, set[int]]:
-        """What may be next after each instruction of the body, by index.
+        """The possible next instructions after each instruction of the body, by index.
 
-        As if every predicate could have either value; a call goes on behind the call.
+        Assumes that every predicate may have either value, and that calls return.
         """
         barriers = self._barrier_targets(self._body)
         return {i: self._successors(i, barriers) for i in self._body}
@@ -169,7 +169,7 @@ class Kernel:
             case "WARPSYNC":
                 return target | following
             case "BSYNC":
-                # Where the BSSY says, nearly always behind this. Which BSSY is not known: any.
+                # Continues where a BSSY says, nearly always after this. The BSSY is not known: any.
                 barrier = instruction.operands.split(",")[-1]
                 where = barriers.get(barrier, set())
                 return following if following <= where else where | following
@@ -180,9 +180,9 @@ class Kernel:
     def reachable(
         self, start: int = 0, stop: Callable[[Instruction], bool] = lambda _: False
     ) -> set[int]:
-        """Indices of what may run from `start` on, up to the first `stop` on each path, included.
+        """Returns the indices reachable from `start`, up to the first `stop` on each path.
 
-        Subroutines are left out.
+        Does not enter subroutines.
         """
         seen: set[int] = set()
         todo = [start]
@@ -196,12 +196,12 @@ class Kernel:
 
     @functools.cached_property
     def body(self) -> tuple[Instruction, ...]:
-        """What is not in a subroutine, in the order of addresses."""
+        """The instructions outside subroutines, in the order of addresses."""
         return tuple(self.instructions[i] for i in sorted(self._body))
 
     @functools.cached_property
     def subroutines(self) -> tuple[Instruction, ...]:
-        """What is called and not inlined."""
+        """The instructions of subroutines."""
         body = self._body
         return tuple(found for i, found in enumerate(self.instructions) if i not in body)
 
@@ -210,7 +210,7 @@ class Kernel:
 
 
 def parse(text: str, frames: dict[str, int]) -> Iterator[Kernel]:
-    """Kernels in the output of `nvdisasm --emit-json`."""
+    """Parses the kernels in the output of `nvdisasm --emit-json`."""
     _, functions = json.loads(text)
     for function in functions:
         name = function["function-name"]
@@ -229,14 +229,14 @@ def parse(text: str, frames: dict[str, int]) -> Iterator[Kernel]:
 
 
 def frame_sizes(binary: pathlib.Path) -> dict[str, int]:
-    """Bytes of local memory of a thread in each kernel: spilled registers and arrays."""
+    """Returns the bytes of local memory per thread of each kernel: spilled registers and arrays."""
     text = output_of(tool("cuobjdump"), "--dump-resource-usage", str(binary))
     found = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return {name: int(stack) + int(local) for name, stack, local in found}
 
 
 def disassemble(cubin: pathlib.Path) -> list[Kernel]:
-    """All kernels of a cubin."""
+    """Disassembles all kernels of a cubin."""
     text = output_of(tool("nvdisasm"), "--emit-json", str(cubin))
     return list(parse(text, frame_sizes(cubin)))
 
@@ -244,7 +244,7 @@ def disassemble(cubin: pathlib.Path) -> list[Kernel]:
 def disassemble_library(
     library: pathlib.Path, architecture: str, folder: pathlib.Path
 ) -> list[Kernel]:
-    """All kernels of a library for one architecture, such as `sm_90`; `folder` is for cubins."""
+    """Disassembles all kernels of a library for one architecture; extracts cubins to `folder`."""
     output_of(tool("cuobjdump"), "--extract-elf", "all", str(library.absolute()), cwd=folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(disassemble, sorted(folder.glob(f"*.{architecture}.cubin")))

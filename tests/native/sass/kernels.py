@@ -1,4 +1,4 @@
-"""The kernels that `csrc/gpu/kernel_table.cuh` lists, and what each says to its peers."""
+"""The kernels that `csrc/gpu/kernel_table.cuh` lists, and their accesses to workspaces."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from native.accesses import read_table
 TABLE = read_table()
 KERNEL_TABLE = pathlib.Path(__file__).resolve().parents[3] / "csrc" / "gpu" / "kernel_table.cuh"
 DTYPES = ("Bfloat16", "Float16", "Float32")
-ANY_WORLD_SIZE = 0  # what a kernel is compiled for that is told the number of ranks
+ANY_WORLD_SIZE = 0  # the world size of kernels that get it at run time
 MOST_RANKS = 8
 
-# As csrc/gpu has them: enumerations, fields of Features, lists of formats.
+# Copies from csrc/gpu: enumerations, values of Features, lists of formats.
 _ENUMS = {"Grid": ("kSparse", "kDense", "kFew"), "Owned": ("kSum", "kFinished", "kGiven")}
 _FEATURES = {
     "{false, false, false, false}": "kBasic",
@@ -41,7 +41,7 @@ _FUNCTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Strong accesses to workspaces, in bytes each, as often as they stand in the sources."""
+    """Counts of strong accesses to workspaces in the sources, by their size in bytes."""
 
     pushes: Counter[int]
     polls: Counter[int]
@@ -51,9 +51,9 @@ class Traffic:
 class Variant:
     """The template arguments of a kernel."""
 
-    kind: str  # one_shot, owned_sum, local_rows, ...: KernelKind
+    kind: str  # one_shot, owned_sum, local_rows, ...: see KernelKind
     dtype: str
-    world_size: int  # 1: local; ANY_WORLD_SIZE
+    world_size: int  # 1 for local kernels; or ANY_WORLD_SIZE
     quantized: bool
     features: str = "kBasic"
 
@@ -67,14 +67,14 @@ class Variant:
 
     @property
     def most_ranks(self) -> int:
-        """How many there may be."""
+        """The largest number of ranks."""
         return MOST_RANKS if self.world_size == ANY_WORLD_SIZE else self.world_size
 
     @property
     def polled_together(self) -> tuple[int, ...]:
-        """Loads of each group of polls for partial sums, wherever a pack is received.
+        """The number of loads in each group of polls for partial sums, where a pack is received.
 
-        A kernel of any number of ranks has one for each that has no kernel of its own.
+        A kernel for any world size has a group for every world size without its own kernel.
         """
         if self.world_size == ANY_WORLD_SIZE:
             own = world_sizes(self.dtype)
@@ -83,18 +83,18 @@ class Variant:
 
     @property
     def traffic(self) -> Traffic:
-        """What the sources say: exchange.cuh, fused.cuh, owned_rows.cuh and the transports.
+        """The accesses in exchange.cuh, fused.cuh, owned_rows.cuh and the transports.
 
-        A group of polls loads the pack of every rank, of which the own one is predicated off; of
-        two ranks it loads the other's alone.
+        A group of polls loads the packs of all ranks, where the rank's own load is predicated off.
+        With two ranks it only loads the peer's pack.
         """
         ranks, peers = sum(self.polled_together), self.most_ranks - 1
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
-            # with a post norm the one ahead stands there twice, for when it is due
+            # with a post norm, the code that sends the row ahead occurs twice
             "one_shot_dense": ((3 if self.features == "kExtendedDense" else 2) * peers, ranks),
-            # sent: the first two rows, and one ahead; received: two looks, and one group of polls
+            # sent: the first two rows, and one ahead; received: two peeks, and one group of polls
             "one_shot_few": (3 * peers, 2 + ranks),
             # sent: the first row, and two ahead; relayed and received: the first row, and one ahead
             "two_shot": (3 + 2 * peers, 2 * ranks + 1),
@@ -119,13 +119,12 @@ class Variant:
 
     @property
     def most_frame_bytes(self) -> int:
-        """Local memory of a thread that is accepted: nvcc 13.0, sm_90.
+        """The accepted local memory per thread, with nvcc 13.0 for sm_90.
 
-        None in the kernels of few tokens, and none in those of rows with owners, but for formats of
-        the extended family and finished rows of float32, both of many ranks. A product sweeps what
-        was spilled out of the caches: it costs a call behind one up to a microsecond.
-        `one_shot_dense` trades registers for two blocks an SM; of more than two ranks tables do not
-        choose it.
+        Kernels for few tokens must not spill: a GEMM evicts spilled registers from the caches,
+        which costs the next call up to a microsecond. Kernels for rows with owners only spill at
+        many ranks, for extended formats or finished float32 rows. `one_shot_dense` trades registers
+        for two blocks per SM, and is not chosen for more than two ranks.
         """
         if self.kind == "two_shot":
             return 32 if self.most_ranks > 4 and self.quantized and self.extended else 0
@@ -141,7 +140,7 @@ class Variant:
 
 
 def world_sizes(dtype: str) -> tuple[int, ...]:
-    """What kernels of more than one rank are compiled for: gpu/params.h."""
+    """Returns the world sizes that kernels are compiled for (gpu/params.h)."""
     return (ANY_WORLD_SIZE, 2) if dtype == "Float32" else (ANY_WORLD_SIZE, 2, 4, 8)
 
 
@@ -152,7 +151,7 @@ def _ranks(text: str, dtype: str) -> tuple[int, ...]:
 
 
 def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, ...], Variant]]:
-    """The kernels of an entry of the table, each with its function and template arguments."""
+    """Yields the kernels of a table entry, each with its function and template arguments."""
     kind, *rest = arguments
     ranks = rest.pop(0) if entry in ("Fused", "Owned") else "k1"
     formats = _FORMATS[rest.pop() if rest[-1] == "OnlyPlain" else rest[-1]]
@@ -167,7 +166,7 @@ def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, .
 
 @functools.cache
 def _table() -> dict[tuple[str, ...], Variant]:
-    """Every kernel by its function and template arguments."""
+    """Returns every kernel by its function and template arguments."""
     text = re.sub(r"//[^\n]*", "", KERNEL_TABLE.read_text())
     text = text[text.index("using Kernels =") : text.index("using table::Kernels;")]
     found: dict[tuple[str, ...], Variant] = {}
@@ -179,19 +178,19 @@ def _table() -> dict[tuple[str, ...], Variant]:
 
 
 def all_variants() -> set[Variant]:
-    """Every kernel that a library has for each architecture."""
+    """Returns every kernel that a library has for each architecture."""
     return set(_table().values())
 
 
 def _demangled(name: str) -> str:
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    demangle.restype = ctypes.c_char_p  # leaked: there are two hundred
+    demangle.restype = ctypes.c_char_p  # never freed; there are only two hundred
     return (demangle(name.encode(), None, None, None) or b"").decode()
 
 
 def variant_of(name: str) -> Variant | None:
-    """What a mangled name says; None if it is no kernel of the table."""
+    """Returns the kernel with a mangled name, or None if the table does not list it."""
     text = _demangled(name).replace("allnorm::", "")
     match = re.search(r"(\w+_kernel)<(?:\w+Kernel<)?(.*?)[ >]*\(\w+Params\)", text)
     if match is None:

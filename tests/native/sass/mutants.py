@@ -1,8 +1,8 @@
-"""Defects that the rules must report, and how to compile a kernel with one.
+"""Defects that the rules must report, and the compilation of kernels with a defect.
 
-Each leaves the results of a run on one machine as they are, or wrong once in a million calls: no
-comparison of bits finds it. A defect is another order or scope of a verb in the table of accesses,
-or a switch of the sources (`csrc/protocol/fault_switch.h`).
+Results on one machine are still correct, or wrong once in a million calls, so no comparison of bits
+finds these defects. A defect is a different order or scope of a verb in the table of accesses, or a
+switch of the sources (`csrc/protocol/fault_switch.h`).
 """
 
 from __future__ import annotations
@@ -16,56 +16,28 @@ from .disassembly import Kernel, disassemble, output_of
 from .kernels import variant_of
 from .rules import complaints
 
-# Kernels that a mutant is compiled for, by what their sources include.
-_ONE_SHOT = """
-#include "gpu/kernel_table.cuh"
-template __global__ void
-allnorm::fused_kernel<allnorm::FusedKernel<
-    allnorm::Bfloat16, 4, allnorm::DenseRows, allnorm::OneShot, allnorm::OneRowAhead,
-    allnorm::Grid::kSparse, allnorm::kBasic, allnorm::Plain>>(
-    const __grid_constant__ allnorm::FusedParams);
-"""
-_TWO_SHOT = """
-#include "gpu/kernel_table.cuh"
-template __global__ void
-allnorm::fused_kernel<allnorm::FusedKernel<
-    allnorm::Float16, 2, allnorm::DenseRows, allnorm::TwoShot, allnorm::Relayed,
-    allnorm::Grid::kSparse, allnorm::kBasic, allnorm::E4m3>>(
-    const __grid_constant__ allnorm::FusedParams);
-"""
-_OWNED = """
-#include "gpu/kernel_table.cuh"
-template __global__ void
-allnorm::owned_rows_kernel<allnorm::OwnedKernel<
-    allnorm::Bfloat16, 2, allnorm::DenseRows, allnorm::Owned::kFinished, false,
-    allnorm::kBasic, allnorm::E4m3>>(
-    const __grid_constant__ allnorm::OwnedRowsParams);
-"""
-_ANY_QUANTIZED = """
-#include "gpu/kernel_table.cuh"
-template __global__ void
-allnorm::fused_kernel<allnorm::FusedKernel<
-    allnorm::Bfloat16, 2, allnorm::ExpertRows, allnorm::OneShot, allnorm::OneRowAhead,
-    allnorm::Grid::kSparse, allnorm::kExtended, allnorm::AnyQuantized>>(
-    const __grid_constant__ allnorm::FusedParams);
-"""
+# The kernels that are compiled with a defect.
 SOURCES = {
-    "one_shot": _ONE_SHOT,
-    "two_shot": _TWO_SHOT,
-    "owned": _OWNED,
-    "any_quantized": _ANY_QUANTIZED,
+    "one_shot": "fused_kernel<FusedKernel<Bfloat16, 4, DenseRows, OneShot, OneRowAhead, "
+    "Grid::kSparse, kBasic, Plain>>(const __grid_constant__ FusedParams)",
+    "two_shot": "fused_kernel<FusedKernel<Float16, 2, DenseRows, TwoShot, Relayed, "
+    "Grid::kSparse, kBasic, E4m3>>(const __grid_constant__ FusedParams)",
+    "owned": "owned_rows_kernel<OwnedKernel<Bfloat16, 2, DenseRows, Owned::kFinished, false, "
+    "kBasic, E4m3>>(const __grid_constant__ OwnedRowsParams)",
+    "any_quantized": "fused_kernel<FusedKernel<Bfloat16, 2, ExpertRows, OneShot, OneRowAhead, "
+    "Grid::kSparse, kExtended, AnyQuantized>>(const __grid_constant__ FusedParams)",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A defect, and the rule that reports it of the kernel of one of SOURCES.
+    """A defect, and the rule that reports it.
 
     Attributes:
-        rule: its name.
-        fault: a switch of the sources, or "".
-        verb: (verb, order) of the table, or ().
-        source: the kernel.
+        rule: The name of the rule.
+        fault: A switch of the sources, or "".
+        verb: A verb of the table and its wrong order, or ().
+        source: The kernel in SOURCES that is compiled.
     """
 
     rule: str
@@ -80,7 +52,7 @@ class Mutant:
 
 NO_DEFECT = Mutant("")
 MUTANTS = (
-    # Scope and order of what crosses the link.
+    # Scope and order of accesses across the link.
     Mutant("pushes", verb=("STORE_PACK", "relaxed.gpu")),
     Mutant("pushes", verb=("STORE_PACK", "weak")),
     Mutant("pushes", verb=("STORE_U64", "weak")),
@@ -93,7 +65,7 @@ MUTANTS = (
     Mutant("pushes", "sums_relayed_plainly", source="two_shot"),
     Mutant("polls_in_flight", "peers_polled_one_by_one"),
     Mutant("scopes", "counters_advanced_by_atomics"),
-    # The fence that hands slots back.
+    # The fence before slots are returned.
     Mutant("one_system_fence", verb=("FENCE", "acq_rel.gpu")),
     Mutant("one_system_fence", "no_fence"),
     Mutant("one_system_fence", "fence_after_number"),
@@ -117,24 +89,25 @@ MUTANTS = (
 def compile_kernel(
     folder: pathlib.Path, source: str, architecture: str = "sm_90", mutant: Mutant = NO_DEFECT
 ) -> Kernel:
-    """The kernel of one of SOURCES, with the flags of cmake/cuda.cmake; files go to `folder`."""
+    """Compiles a kernel of SOURCES in `folder`, with the flags of cmake/cuda.cmake."""
     unit, cubin = folder / f"{source}.cu", folder / f"{source}.cubin"
-    unit.write_text(SOURCES[source])
+    kernel = f"namespace allnorm {{ template __global__ void {SOURCES[source]}; }}"
+    unit.write_text(f'#include "gpu/kernel_table.cuh"\n{kernel}\n')
     flags = ("-std=c++20", "-O3", "-DNDEBUG", "-fmad=false", "-diag-suppress=1675")
     flags += (f"-arch={architecture}", f"-I{folder}", f"-I{CSRC}", f"-I{CSRC}/gpu/cuda", "-cubin")
     if mutant.fault:
         flags += (f"-DALLNORM_FAULT_{mutant.fault}",)
     if mutant.verb:
-        header = folder / HEADER  # found before that of the tree
+        header = folder / HEADER  # found before the header of csrc
         header.parent.mkdir(parents=True)
         header.write_text(header_of(read_table().with_verb(*mutant.verb)))
     output_of("nvcc", *flags, "-o", str(cubin), str(unit))
-    (kernel,) = disassemble(cubin)
-    return kernel
+    (found,) = disassemble(cubin)
+    return found
 
 
 def found_wrong(folder: pathlib.Path, source: str, mutant: Mutant = NO_DEFECT) -> list[str]:
-    """Complaints about one kernel, with a defect or without."""
+    """Returns the complaints about a kernel of SOURCES, compiled with a defect or without."""
     kernel = compile_kernel(folder, source, mutant=mutant)
     variant = variant_of(kernel.name)
     assert variant is not None, kernel.name

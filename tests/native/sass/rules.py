@@ -1,7 +1,7 @@
-"""What must hold in the machine code of every kernel. A rule yields what is wrong, in words.
+"""Rules for the machine code of every kernel. A rule yields a text for each violation.
 
-Paths are those of the control flow graph, as if every predicate could have either value: where a
-rule says "on every path", no order of threads and no input makes an exception.
+Paths are those of the control flow graph, where every predicate may have either value. So "on every
+path" holds for every input and every order of threads.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ def sizes_of(instructions: Iterable[Instruction]) -> Counter[int]:
 
 
 def _compare(what: str, found: Counter[int], wanted: Counter[int]) -> Iterator[str]:
-    """Of 16 bytes there may be more, where the compiler has copied code; of others not."""
+    """Compares counts. More accesses of 16 bytes are allowed, because the compiler copies code."""
     for size in sorted(found | wanted):
         if found[size] < wanted[size] or (size < 16 and found[size] > wanted[size]):
             yield f"{what} of {size} bytes: {found[size]}; expected {wanted[size]}"
 
 
 def pushes(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """Peers are written by strong system-wide stores, of 16 bytes wherever a payload has them."""
+    """Stores to peers are strong and system-wide, and of 16 bytes if the payload has as many."""
     strong = [found for found in kernel.body if found.is_store and found.is_system_wide]
     yield from _compare("system-wide stores", sizes_of(strong), variant.traffic.pushes)
 
 
 def polls(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """Slots are polled by strong system-wide loads, of 16 bytes wherever a payload has them."""
+    """Polls of slots are strong and system-wide, and of 16 bytes if the payload has as many."""
     strong = [found for found in kernel.body if found.is_load and found.is_system_wide]
     yield from _compare("system-wide loads", sizes_of(strong), variant.traffic.polls)
 
 
 def _counts_launches(found: Instruction) -> bool:
-    """Whether it adds to PushControl::kLaunches, and keeps no result."""
+    """Returns whether it adds to PushControl::kLaunches without using the result."""
     is_addition = found.verb in ("RED", "ATOMG") and "ADD" in found.parts
     is_kept = found.verb == "ATOMG" and not found.operands.startswith("PT,RZ,")
     return is_addition and not is_kept and "+0x2010]" in found.operands
 
 
 def scopes(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """No strong access has a narrower scope, none has a generic address, none is an atomic.
+    """No strong access has a narrower scope or a generic address, or is atomic.
 
-    But for one that nobody waits for: the count of launches.
+    The only exception is the count of launches, which no thread waits for.
     """
     counts = [found for found in kernel.body if _counts_launches(found)]
     if len(counts) != 1:
@@ -69,7 +69,7 @@ def _registers(load: Instruction) -> set[str]:
 
 
 def polls_in_flight(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """The loads of a group of polls are all issued before the first of them is waited for."""
+    """All loads of a group of polls are issued before the first one is used."""
     most, pending = 0, 0
     waited_for: set[str] = set()
     for found in kernel.body:
@@ -93,7 +93,7 @@ def _is_number_access(found: Instruction) -> bool:
 
 
 def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """One fence for all devices: before the number is stored that hands slots back.
+    """The only system-wide fence precedes the store of the number that returns slots.
 
     See "Why a slot may be reused" in csrc/gpu/exchange.cuh.
     """
@@ -104,7 +104,7 @@ def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
         yield f"{len(fences)} system-wide fences on the data path; expected {wanted}"
         return
     (fence,) = fences
-    # What follows up to the next branch.
+    # The instructions up to the next branch.
     following: list[Instruction] = []
     for found in kernel.instructions[fence + 1 :]:
         if found.verb in ("BRA", "BSYNC", "BAR", "EXIT", "CALL"):
@@ -122,9 +122,9 @@ def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """Peers' numbers are acquired: of a large operation by the whole block, before a push.
+    """Loads of peers' numbers acquire; in large operations, the whole block does so before a push.
 
-    See the reuse of slots, and of a large phase, in csrc/gpu/exchange.cuh.
+    See the reuse of slots and of large phases in csrc/gpu/exchange.cuh.
     """
     acquires = []
     for i, found in enumerate(kernel.instructions):
@@ -141,14 +141,14 @@ def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
         for i in sorted(kernel.reachable(acquire, stop=lambda found: found.verb == "BAR")):
             found = kernel.instructions[i]
             if found.is_store and found.access_bytes == 16:
-                yield f"stored before the block knows what was acquired: {found}"
+                yield f"stored before the barrier after an acquire: {found}"
 
 
 def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """What waits for stores to peers is only that fence; the cluster meets once, without one.
+    """No other fence waits for stores to peers, and clusters synchronize once, without a fence.
 
-    Its blocks arrive before the preceding grid is waited for. They wait for each other behind
-    that, in the blocks that have rows and in those that have none.
+    Blocks arrive at the cluster's barrier before they wait for the preceding grid. Blocks with and
+    without rows wait at the barrier after that.
     """
     known = {"MEMBAR.ALL.CTA", "MEMBAR.ALL.SYS"}
     for found in kernel.body:
@@ -161,22 +161,22 @@ def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
     if len(arrivals) != 1:
         yield f"the cluster arrives {len(arrivals)} times; expected once"
     elif arrivals[0] not in kernel.reachable(stop=lambda found: found.verb == "ACQBULK"):
-        yield f"behind the wait for the preceding grid: {kernel.instructions[arrivals[0]]}"
+        yield f"after the wait for the preceding grid: {kernel.instructions[arrivals[0]]}"
     if not joins:
         yield "no block waits for its cluster"
     for join in joins:
         for following in kernel.successors[join]:
             for again in sorted(kernel.reachable(following).intersection(joins)):
-                yield f"the cluster meets again: {kernel.instructions[again]}"
+                yield f"the cluster synchronizes again: {kernel.instructions[again]}"
 
 
 def dependent_launch(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """griddepcontrol.wait comes before any access to global memory, on every path."""
+    """griddepcontrol.wait precedes all accesses to global memory, on every path."""
     if not any(found.verb == "ACQBULK" for found in kernel.body):
         yield "no ACQBULK: the kernel does not wait for the preceding grid"
         return
     if not any(found.verb == "PREEXIT" for found in kernel.body):
-        yield "no PREEXIT: the kernel does not let the next grid in"
+        yield "no PREEXIT: the kernel does not trigger dependent launch"
     for i in sorted(kernel.reachable(stop=lambda found: found.verb == "ACQBULK")):
         found = kernel.instructions[i]
         if found.is_global or found.verb in ("CALL", "EXIT", "PREEXIT"):
@@ -184,7 +184,7 @@ def dependent_launch(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def fault_record(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """The status of a fault is stored after a system-wide fence that follows the rest of it."""
+    """The status of a fault is stored after its other fields and a system-wide fence."""
     code = kernel.subroutines
     fences = [i for i, found in enumerate(code) if _is_system_fence(found)]
     if len(fences) != 1:
@@ -200,15 +200,15 @@ def fault_record(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def frame(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """No register is spilled where that is not accepted."""
+    """Local memory is at most what is accepted for the kernel."""
     if kernel.frame_bytes > variant.most_frame_bytes:
         yield f"{kernel.frame_bytes} bytes of local memory; at most {variant.most_frame_bytes}"
 
 
 def stays_local(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """A kernel without peers has neither fences nor strong accesses.
+    """A local kernel has no fences and no strong accesses.
 
-    But for the barrier of a cluster, whose release is a fence among the blocks of a GPU.
+    The only exception is the barrier of a cluster, whose release is a fence of GPU scope.
     """
     clusters = variant.kind == "local_rows"
     for found in kernel.instructions:
@@ -225,6 +225,6 @@ EXCHANGE_RULES: tuple[Rule, ...] = (
 
 
 def complaints(kernel: Kernel, variant: Variant) -> list[str]:
-    """What is wrong with a kernel, each with the name of the rule."""
+    """Returns the violations of all rules in a kernel, each with the name of its rule."""
     rules = LOCAL_RULES if variant.is_local else EXCHANGE_RULES
     return [f"{rule.__name__}: {text}" for rule in rules for text in rule(kernel, variant)]

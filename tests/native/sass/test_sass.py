@@ -1,4 +1,4 @@
-"""The machine code of the CUDA kernels: what the protocol needs is in it, and defects are seen."""
+"""The machine code of the CUDA kernels follows the rules, and the rules report defects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .rules import EXCHANGE_RULES, complaints
 
 ARCHITECTURE = "sm_90"
 CHEAPEST = "FENCE acq_rel.gpu"
-# CI tries one defect for each rule.
 PROBE = "probe_peers"  # csrc/gpu/kernels_probe.cu
+# CI tries one defect per rule.
 FIRST_OF_RULE = {m.rule: m for m in reversed(mutants.MUTANTS)}.values()
 
 
@@ -49,14 +49,14 @@ def test_library_has_every_kernel(kernels: list[Kernel]) -> None:
 
 
 @pytest.mark.slow
-def test_the_probe_stores_one_word_for_the_system(kernels: list[Kernel]) -> None:
+def test_the_probe_stores_one_word_at_system_scope(kernels: list[Kernel]) -> None:
     (probe,) = (kernel for kernel in kernels if PROBE in kernel.name)
     stores = [found for found in probe.body if found.is_store]
     assert [(found.access_bytes, found.is_system_wide) for found in stores] == [(4, True)]
 
 
 @pytest.mark.slow
-def test_every_kernel_has_what_the_protocol_needs(kernels: list[Kernel]) -> None:
+def test_every_kernel_follows_the_rules(kernels: list[Kernel]) -> None:
     wrong = {}
     for kernel in kernels:
         variant = variant_of(kernel.name)
@@ -73,7 +73,7 @@ def compiler() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", mutants.SOURCES)
-def test_nothing_is_wrong_without_a_defect(
+def test_no_complaints_without_a_defect(
     compiler: None, source: str, tmp_path: pathlib.Path
 ) -> None:
     assert mutants.found_wrong(tmp_path, source) == []
@@ -81,13 +81,13 @@ def test_nothing_is_wrong_without_a_defect(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100f", "sm_120f"])
-def test_e2m1_is_an_instruction_where_there_is_one(
+def test_conversion_to_e2m1_is_an_instruction(
     compiler: None, architecture: str, tmp_path: pathlib.Path
 ) -> None:
-    """Of the kernel of few tokens, which spills nothing on any of them."""
+    """In the kernel for few tokens, which never spills."""
     kernel = mutants.compile_kernel(tmp_path, "any_quantized", architecture)
     converts = [found for found in kernel.instructions if "E2M1" in found.parts]
-    assert len(converts) == (0 if architecture == "sm_90" else 4)  # of a pack, two at a time
+    assert len(converts) == (0 if architecture == "sm_90" else 4)  # two elements at a time
     assert kernel.frame_bytes == 0
 
 

@@ -1,4 +1,4 @@
-"""The reader of machine code and the rules, on code written here: no compiler, no toolkit."""
+"""The reader of machine code and the rules, with code written here: needs no CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FENCE = ("MEMBAR.ALL.CTA", "MEMBAR.ALL.SYS", "ERRBAR", "CCTL.IVALL")
 
 
 def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
-    """A kernel of one instruction a line, each 16 bytes; as nvdisasm would say it."""
+    """Returns a kernel of one instruction per line, from JSON like that of nvdisasm."""
     instructions = []
     for line in lines:
         words = line.split()
@@ -94,7 +94,7 @@ def test_names_of_kernels(name: str, variant: Variant) -> None:
     assert variant_of("_Z3foov") is None
 
 
-def test_what_an_access_is() -> None:
+def test_classification_of_accesses() -> None:
     wide, number, atomic, shared = kernel(
         "LDG.E.128.STRONG.SYS R4,desc[UR4][R2.64]",
         "@!P0 STG.E.STRONG.GPU desc[UR4][R2.64],R4",
@@ -109,7 +109,7 @@ def test_what_an_access_is() -> None:
     assert str(number) == "/*0010*/ @!P0 STG.E.STRONG.GPU desc[UR4][R2.64],R4"
 
 
-def test_paths_take_both_sides_of_a_predicate() -> None:
+def test_paths_take_both_values_of_a_predicate() -> None:
     branches = kernel("@P0 BRA 0x30", "NOP", "EXIT", "NOP", "EXIT", "LDG.E R0,[R2]")
     assert branches.reachable() == {0, 1, 2, 3, 4}
     assert [i.opcode for i in branches.subroutines] == ["LDG.E"]
@@ -118,14 +118,14 @@ def test_paths_take_both_sides_of_a_predicate() -> None:
     assert kernel("@P0 EXIT", "NOP", "EXIT").reachable() == {0, 1, 2}
 
 
-def test_paths_join_where_the_barrier_says() -> None:
+def test_paths_join_at_the_end_of_a_barrier() -> None:
     nested = ("BSSY B0,0x40", "@P0 BRA 0x30", "NOP", "BSYNC B0", "EXIT", "NOP", "EXIT")
     assert kernel(*nested).reachable() == {0, 1, 2, 3, 4}
     elsewhere = ("BSSY B0,0x50", "@P0 BRA 0x30", "NOP", "BSYNC B0", "EXIT", "NOP", "EXIT")
     assert kernel(*elsewhere).reachable() >= {5, 6}
 
 
-def test_paths_stop_where_they_are_told_to() -> None:
+def test_paths_end_at_stop() -> None:
     code = kernel("@P0 BRA 0x30", WAIT, "EXIT", "NOP", "EXIT")
     assert code.reachable(stop=lambda found: found.verb == WAIT) == {0, 1, 3, 4}
 
@@ -154,7 +154,7 @@ def test_access_before_the_wait_on_one_path() -> None:
         ((WAIT, "@P0 BRA 0x60", *FENCE, NUMBER_STORE, "EXIT"), "has not passed"),
     ],
 )
-def test_the_fence_and_its_place(code: tuple[str, ...], word: str | None) -> None:
+def test_place_of_the_fence(code: tuple[str, ...], word: str | None) -> None:
     found = list(rules.one_system_fence(kernel(*code), VARIANT))
     if word is None:
         assert found == []
@@ -162,7 +162,7 @@ def test_the_fence_and_its_place(code: tuple[str, ...], word: str | None) -> Non
         assert any(word in text for text in found), found
 
 
-def test_accesses_in_halves() -> None:
+def test_accesses_of_half_size() -> None:
     whole = ["@P0 STG.E.128.STRONG.SYS desc[UR4][R2.64],R4"] * 2
     halves = ["STG.E.64.STRONG.SYS desc[UR4][R2.64],R4"] * 2
     served = ["STG.E.64.STRONG.SYS [R2],R4"] * 2 + ["STG.E.STRONG.SYS [R2],R4"]
@@ -174,11 +174,11 @@ def test_accesses_in_halves() -> None:
     assert len(list(rules.polls(kernel(*polled, polled[0], polled[0]), VARIANT))) == 2
 
 
-def test_a_kernel_that_never_lets_the_next_grid_in() -> None:
+def test_a_kernel_that_never_triggers_dependent_launch() -> None:
     assert list(rules.dependent_launch(kernel(WAIT, "EXIT"), VARIANT)) != []
 
 
-def test_a_fault_is_recorded_in_order() -> None:
+def test_order_of_a_fault_record() -> None:
     store = "STG.E.STRONG.SYS [R2],R4"
     calls = ("CALL.REL.NOINC 0x30", "EXIT", "NOP")
     good = kernel(*calls, *[store] * 8, *FENCE, store, "RET")
@@ -189,7 +189,7 @@ def test_a_fault_is_recorded_in_order() -> None:
     assert list(rules.fault_record(kernel(*calls, *[store] * 8, *of_gpu, store, "RET"), VARIANT))
 
 
-def test_polls_waited_for_one_by_one() -> None:
+def test_polls_used_one_by_one() -> None:
     loads = [f"@P{i} LDG.E.128.STRONG.SYS R{4 * i + 8},desc[UR9][R2.64]" for i in range(3)]
     tests = [f"ISETP.NE.AND P3,PT,R{4 * i + 9},-0x1,PT" for i in range(3)]
     of_three = dataclasses.replace(VARIANT, world_size=3)
