@@ -1,5 +1,5 @@
-// Calls whose tensors lie in one piece of memory, and which bytes of it each of them has: worked
-// out here once more, from the words of allnorm.h.
+// Random calls whose tensors lie in one arena, and which bytes each tensor has. Follows the
+// comments of allnorm.h, not the code under test.
 #ifndef ALLNORM_TESTS_CALL_MEMORY_H_
 #define ALLNORM_TESTS_CALL_MEMORY_H_
 
@@ -15,8 +15,8 @@ namespace allnorm::testing {
 
 using Wide = __int128;
 
-// One tensor of a call: `columns` bytes, again every `stride` bytes, all of that every
-// `far_stride`.
+// One tensor of a call: `rows` rows of `columns` bytes, `stride` bytes apart; and `far` such
+// matrices, `far_stride` bytes apart.
 struct Piece {
   size_t pointer;  // offset in AllnormCall
   bool written;
@@ -34,7 +34,7 @@ struct Piece {
   void set_data(AllnormCall& call, uint8_t* data) const {
     memcpy(reinterpret_cast<char*>(&call) + pointer, &data, sizeof(data));
   }
-  // Bytes from the data to the lowest and behind the highest.
+  // Offsets of the lowest byte, and of the end of the highest, from the data.
   Wide low() const {
     return std::min<Wide>(0, (rows - 1) * stride) + std::min<Wide>(0, (far - 1) * far_stride);
   }
@@ -50,7 +50,7 @@ struct Piece {
   }
 };
 
-// The tensors of a call that was accepted, on one rank; `world_size` 0: allnorm_local.
+// The tensors of an accepted call on one rank. `world_size` 0: allnorm_local.
 inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world_size) {
   std::vector<Piece> pieces;
   if (call.num_tokens == 0) return pieces;
@@ -58,25 +58,28 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   const RowRange shard = row_shard(call.num_tokens, std::max(1, world_size), rank);
   const bool sharded = !local && is_sharded(call), norm = is_norm(call);
   const bool gathers = call.op == ALLNORM_ALL_GATHER_ROWS;
-  const Wide width = element_bytes(call.dtype), columns = call.hidden_size * width;
-  const Wide rows = call.num_tokens, own = sharded ? shard.end - shard.begin : rows;
-  const auto add = [&](size_t pointer, bool written, Wide count, int64_t stride) {
-    const Piece piece = {pointer, written, columns, count, stride * width};
+  const Wide rows = call.num_tokens, own_rows = shard.end - shard.begin;
+  const Wide held = sharded ? own_rows : rows;
+  const auto add = [&](size_t pointer, bool written, Wide count, int64_t stride, int dtype) {
+    const Wide width = element_bytes(dtype);
+    const Piece piece = {pointer, written, call.hidden_size * width, count, stride * width};
     if (piece.data(call) != nullptr && count > 0) pieces.push_back(piece);
   };
   const bool experts = sums_experts(call);
-  add(offsetof(AllnormCall, x), false,
-      gathers   ? own
-      : experts ? call.num_rows
-                : rows,
-      call.x_stride);
-  if (local && !pieces.empty()) {
+  const int x_dtype = takes_sums(call) ? ALLNORM_FLOAT32 : call.dtype;
+  const Wide x_rows = gathers ? held : takes_sums(call) ? own_rows : experts ? call.num_rows : rows;
+  add(offsetof(AllnormCall, x), false, x_rows, call.x_stride, x_dtype);
+  if ((local || takes_sums(call)) && !pieces.empty()) {
     pieces.back().far = call.num_sources;
-    pieces.back().far_stride = call.source_stride * width;
+    pieces.back().far_stride = call.source_stride * Wide{element_bytes(x_dtype)};
   }
-  add(offsetof(AllnormCall, out), true, rows, call.out_stride);
+  if (makes_sums(call)) {
+    add(offsetof(AllnormCall, out), true, own_rows, call.out_stride, ALLNORM_FLOAT32);
+  } else {
+    add(offsetof(AllnormCall, out), true, rows, call.out_stride, call.dtype);
+  }
   if (experts) {
-    add(offsetof(AllnormCall, shared), false, rows, call.shared_stride);
+    add(offsetof(AllnormCall, shared), false, rows, call.shared_stride, call.dtype);
     const auto add_choices = [&](size_t pointer, int64_t stride) {
       const Piece piece = {pointer, false, 4 * call.top_k, rows, 4 * static_cast<Wide>(stride)};
       if (piece.data(call) != nullptr) pieces.push_back(piece);
@@ -85,8 +88,8 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
     add_choices(offsetof(AllnormCall, expert_weights), call.expert_weights_stride);
   }
   if (!norm) return pieces;
-  add(offsetof(AllnormCall, residual), false, own, call.residual_stride);
-  add(offsetof(AllnormCall, residual_out), true, own, call.residual_out_stride);
+  add(offsetof(AllnormCall, residual), false, held, call.residual_stride, call.dtype);
+  add(offsetof(AllnormCall, residual_out), true, held, call.residual_out_stride, call.dtype);
   const auto add_weight = [&](size_t pointer, int dtype) {
     const Wide bytes = static_cast<Wide>(call.hidden_size) * element_bytes(dtype);
     const Piece piece = {pointer, false, bytes};
@@ -106,7 +109,7 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
     pieces.push_back({offsetof(AllnormCall, global_scale), false, 4});
   }
   if ((call.flags & ALLNORM_SWIZZLED_SCALES) != 0) {
-    // All tiles up to the last one: which bytes of them quantize_test says.
+    // All tiles up to the last one; rows_test checks which of their bytes are written.
     const Wide end = static_cast<Wide>(call.first_scale_row) + rows + call.scale_padding_rows;
     scale.columns = (end + 127) / 128 * ((scales + 3) / 4) * 512;
   } else if (scales != 0) {
@@ -119,7 +122,7 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   return pieces;
 }
 
-// Memory of exactly that many bytes, so that AddressSanitizer sees its ends.
+// Memory of exactly kBytes bytes, so that AddressSanitizer reports accesses past its ends.
 class Arena {
  public:
   static constexpr int64_t kBytes = 192 << 10;
@@ -134,13 +137,13 @@ class Arena {
       memcpy(&bytes_[i], &word, 8);
     }
   }
-  // Whether all of a tensor lies in here.
+  // Returns whether all of a tensor lies in the arena.
   bool holds(const AllnormCall& call, const Piece& piece) const {
     const Wide data = reinterpret_cast<uintptr_t>(piece.data(call));
     const Wide begin = reinterpret_cast<uintptr_t>(bytes_.data());
     return data + piece.low() >= begin && data + piece.high() <= begin + kBytes;
   }
-  // The first bytes that are still free, after some that stay free; null if there are not enough.
+  // Returns the next free bytes, after a random gap.
   uint8_t* take(Random& random, int64_t bytes, int64_t alignment) {
     used_ = (used_ + random.below(40) + alignment - 1) / alignment * alignment;
     uint8_t* const data = bytes_.data() + used_;
@@ -155,7 +158,7 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Makes x rows of experts, elsewhere in the arena.
+// Makes x rows of experts, in new memory of the arena.
 inline void draw_experts(AllnormCall& call, Random& random, Arena& arena) {
   const int64_t width = element_bytes(call.dtype);
   call.num_sources = 1;
@@ -181,7 +184,7 @@ inline void draw_experts(AllnormCall& call, Random& random, Arena& arena) {
   }
 }
 
-// Indices that are mostly rows, where random bytes would be none.
+// Draws an index that mostly names rows. Random bytes hardly ever would.
 inline void draw_index(const AllnormCall& call, Random& random) {
   for (int64_t token = 0; token < call.num_tokens; ++token) {
     for (int k = 0; k < call.top_k; ++k) {
@@ -192,7 +195,7 @@ inline void draw_index(const AllnormCall& call, Random& random) {
   }
 }
 
-// A call that must be taken, of tensors that lie apart in the arena.
+// Draws a call that must be accepted, with tensors that do not overlap.
 inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   AllnormCall call = {};
   call.struct_bytes = sizeof(call);
@@ -201,20 +204,14 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
     call.op = ALLNORM_ADD_RMS_NORM;
   }
   call.dtype = static_cast<int32_t>(random.below(3));
-  call.weight_dtype = random.below(2) != 0 ? call.dtype : ALLNORM_FLOAT32;
-  call.numerics = static_cast<int32_t>(random.below(4));
-  call.eps = random.below(3) != 0 ? 1e-6f : 0.0f;
-  call.weight_bias = static_cast<float>(random.below(3)) - 1;
+  random_arithmetic(call, random);
   call.num_tokens = 1 + random.below(7);
   call.hidden_size = 1 + random.below(130);
-  if (call.op == ALLNORM_ADD_RMS_NORM && random.below(3) != 0) random_quant(call, random, 130);
+  const bool no_norm = ends_with_sum(call);
+  if (is_norm(call) && !no_norm && random.below(3) != 0) random_quant(call, random);
   call.algorithm = static_cast<int32_t>(random.below(2));
   if (!local && call.algorithm == ALLNORM_TWO_SHOT && random.below(2) != 0) {
     call.flags |= ALLNORM_RESIDUAL_SHARDED;
-  }
-  if (call.op == ALLNORM_ADD_RMS_NORM && random.below(3) == 0) {
-    call.flags |= ALLNORM_SCALED;
-    call.sum_scale = static_cast<float>(random.below(5)) - 2;
   }
   call.num_sources = local ? static_cast<int32_t>(1 + random.below(3)) : 1;
 
@@ -228,30 +225,20 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   call.x = rows(&call.x_stride, call.num_tokens);
   arena.take(random, (call.num_sources - 1) * call.source_stride * width, 1);
   if (random.below(2) != 0) call.residual = rows(&call.residual_stride, call.num_tokens);
-  call.weight = arena.take(random, 4 * call.hidden_size, 4);
-  call.out = rows(&call.out_stride, call.num_tokens);
+  if (!no_norm) call.weight = arena.take(random, 4 * call.hidden_size, 4);
+  if (call.post_weight != nullptr) call.post_weight = arena.take(random, 4 * call.hidden_size, 4);
+  if (!no_norm) call.out = rows(&call.out_stride, call.num_tokens);
   call.residual_out = rows(&call.residual_out_stride, call.num_tokens);
   const bool sums = call.op == ALLNORM_ADD_RMS_NORM || (local && call.op == ALLNORM_ALL_REDUCE);
   if (sums && random.below(3) == 0) {
     draw_experts(call, random, arena);
-  } else if (call.op != ALLNORM_ALL_GATHER_ROWS && random.below(3) == 0) {
+  } else if (call.op != ALLNORM_ALL_GATHER_ROWS && !no_norm && random.below(3) == 0) {
     call.out = const_cast<void*>(call.x);
     call.out_stride = call.x_stride;
   }
   if (random.below(3) == 0 && call.residual != nullptr) {
     call.residual_out = const_cast<void*>(call.residual);
     call.residual_out_stride = call.residual_stride;
-  }
-  if (call.op == ALLNORM_ADD_RMS_NORM && random.below(3) == 0) {
-    call.post_weight = arena.take(random, 4 * call.hidden_size, 4);
-    call.post_weight_dtype = random.below(2) != 0 ? call.dtype : ALLNORM_FLOAT32;
-    call.post_eps = random.below(3) != 0 ? 1e-5f : 0.0f;
-    call.post_weight_bias = static_cast<float>(random.below(3)) - 1;
-    if (!is_quantized(call) && random.below(2) == 0) {
-      call.flags |= ALLNORM_NO_NORM;
-      call.out = nullptr;
-      call.weight = nullptr;
-    }
   }
   if (!is_quantized(call)) return call;
   if (random.below(2) != 0) call.out = nullptr;

@@ -1,24 +1,15 @@
-// What the tests of the CPU backend make their calls from.
+// Random options of calls, and memory for their results: shared by the tests of both backends.
 #ifndef ALLNORM_TESTS_CALLS_H_
 #define ALLNORM_TESTS_CALLS_H_
 
 #include <algorithm>
 
 #include "abi/call.h"
-#include "cpu/memory.h"
 #include "tests/testing.h"
 
 namespace allnorm::testing {
 
-inline void random_delay(Random& random) {
-  const int64_t draw = random.below(40);
-  if (draw == 0) usleep(static_cast<useconds_t>(random.below(300)));
-  if (draw < 8) {
-    for (int64_t i = random.below(3000); i > 0; --i) pause();
-  }
-}
-
-// Small integers, exact in every dtype and as sums: every rank and call has others.
+// Fills with small integers, which are exact in every dtype and as sums.
 inline void fill(Matrix& matrix, uint64_t seed) {
   Random random(seed);
   for (int64_t row = 0; row < matrix.rows; ++row) {
@@ -29,12 +20,11 @@ inline void fill(Matrix& matrix, uint64_t seed) {
   }
 }
 
-inline void set(AllnormCall& call, Matrix& x, Matrix* residual, Matrix& weight, Matrix& out,
-                Matrix& residual_out) {
+inline void set_tensors(AllnormCall& call, Matrix& x, Matrix* residual, Matrix& weight, Matrix& out,
+                        Matrix& residual_out) {
   call.struct_bytes = sizeof(call);
   call.dtype = x.dtype;
   call.weight_dtype = weight.dtype;
-  call.eps = 1e-6f;
   call.num_tokens = x.rows;
   call.hidden_size = x.columns;
   call.x = x.data();
@@ -57,66 +47,91 @@ inline bool all_nan(const Matrix& matrix) {
   return true;
 }
 
-// A random way to quantize rows; hidden_size becomes what that needs, at most about `most`.
-inline void random_quant(AllnormCall& call, Random& random, int64_t most) {
+// Draws the arithmetic of a call with a given op and dtype. For every third norm, post_weight is
+// not NULL: the caller replaces it by memory.
+inline void random_arithmetic(AllnormCall& call, Random& random) {
+  static const float kFactors[] = {0.22f, -1.5f, 0.0f, 1.0f, 1e-38f, 3e38f};
+  const auto weight_dtype = [&] { return random.below(3) == 0 ? ALLNORM_FLOAT32 : call.dtype; };
+  call.weight_dtype = weight_dtype();
+  call.numerics = static_cast<int32_t>(random.below(4));
+  call.eps = random.below(4) == 0 ? 0.0f : 1e-5f;
+  call.weight_bias = static_cast<float>(random.below(2));
+  if (!is_norm(call)) return;
+  const int64_t draw = random.below(9);
+  if (draw < 3) {
+    call.post_weight = kFactors;
+    call.post_weight_dtype = weight_dtype();
+    call.post_eps = random.below(4) == 0 ? 0.0f : 3e-6f;
+    call.post_weight_bias = static_cast<float>(random.below(2));
+    if (draw == 0) call.flags |= ALLNORM_NO_NORM;
+  }
+  if (draw == 3 || random.below(4) == 0) {
+    call.flags |= ALLNORM_SCALED;
+    call.sum_scale = kFactors[random.below(6)];
+  }
+}
+
+// Draws the quantization of a norm. hidden_size becomes a multiple of the group size.
+inline void random_quant(AllnormCall& call, Random& random) {
   call.quant = static_cast<int32_t>(1 + random.below(7));
   if (call.quant > ALLNORM_QUANT_NVFP4) call.quant = ALLNORM_QUANT_PER_GROUP;
-  call.hidden_size = 1 + random.below(most);
-  const auto groups_of = [&](int64_t size) {
-    return size * (1 + random.below(std::max<int64_t>(1, most / size)));
+  const auto set_multiple = [&](int64_t size) {
+    call.hidden_size = std::max(size, call.hidden_size / size * size);
   };
   if (call.quant == ALLNORM_QUANT_NVFP4) {
     static const float globals[] = {1.0f, 300.0f, 1e-3f, 0.0f, NAN, -2.0f, 3e38f, 1e-40f};
     call.global_scale = &globals[random.below(3) == 0 ? random.below(8) : random.below(3)];
-    call.hidden_size = groups_of(16);
+    set_multiple(16);
     if (random.below(2) == 0) call.flags |= ALLNORM_SWIZZLED_SCALES;
+  } else if (call.quant == ALLNORM_QUANT_PER_GROUP) {
+    call.group_size = 16 << random.below(6);
+    call.scale_format = static_cast<int32_t>(random.below(3));
+    if (random.below(4) == 0) {
+      call.group_size = 32;
+      call.scale_format = ALLNORM_SCALE_UE8M0;
+      call.flags |= ALLNORM_SWIZZLED_SCALES;
+    }
+    set_multiple(call.group_size);
   }
-  if (call.quant != ALLNORM_QUANT_PER_GROUP) return;
-  if (random.below(4) == 0) {
-    call.group_size = 32;
-    call.hidden_size = groups_of(32);
-    call.scale_format = ALLNORM_SCALE_UE8M0;
-    call.flags |= ALLNORM_SWIZZLED_SCALES;
-    return;
-  }
-  call.group_size = 16 << random.below(6);
-  call.hidden_size =
-      call.group_size * (1 + random.below(std::max<int64_t>(1, most / call.group_size)));
-  call.scale_format = static_cast<int32_t>(random.below(3));
 }
 
-// Memory of the quantized result of a call, and beside it what it should hold; at first both are
-// full of 0x5a.
+// A scale for PER_TENSOR.
+inline float random_given_scale(Random& random) {
+  static constexpr float kScales[] = {0.03f, 1.0f, -2.0f, 0.0f, 1e-40f, INFINITY, NAN};
+  return kScales[random.below(7)];
+}
+
+// Which results are correct: the expected one only, or also NaN, after a failure.
+enum class Allowed { kRight, kRightOrNan };
+
+// The quantized result of a call, and what it should be. All bytes of both are 0x5a at first.
 struct QuantMemory {
   enum Layout { kRowMajor, kColumnMajor, kColumnMajorTma, kNumLayouts };
 
-  // Reads quant, scale_format, group_size, flags and the shape of `call`; sets its pointers and
-  // strides. Scales that are bytes have no `layout` but theirs.
-  QuantMemory(AllnormCall& call, int layout, int64_t gap) {
-    const int64_t rows = call.num_tokens;
+  // Sets the pointers, strides and padding of `call` from its shape and quantization. `layout`: the
+  // layout of float32 or packed scales; for scales in tiles it selects the first row.
+  QuantMemory(AllnormCall& call, int layout, int64_t gap, float given_scale = 0.037f) {
+    const int64_t rows = call.num_tokens, columns = columns_of(call) + gap;
     call.quantized_stride = quantized_row_bytes(call) + gap;
     bytes.assign(static_cast<size_t>(rows * call.quantized_stride + 1), 0x5a);
-    if (is_nvfp4(call) || is_swizzled(call)) {
-      make_scale_bytes(call, gap);
-      attach(call);
-      expected_bytes = bytes;
-      expected_scales = scales;
-      return;
-    }
-    words = scales_per_row(call);
-    packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
-    if (packed) words = (words + 3) / 4;
-    int64_t columns = words + gap, high = rows;
     call.scale_row_stride = columns;
     call.scale_group_stride = 1;
-    if (layout != kRowMajor) {
-      if (layout == kColumnMajorTma) high = (rows + 3) / 4 * 4;
+    call.scale_padding_rows = 0;
+    int64_t words = rows * columns;
+    if (is_swizzled(call)) {
+      call.first_scale_row = 60 * layout;
+      const int64_t end = call.first_scale_row + rows, tall = (end + 127) / 128 * 128;
+      call.scale_padding_rows = static_cast<int32_t>(tall - end);
+      words = tall * scale_tiles(call);
+    } else if (!is_nvfp4(call) && layout != kRowMajor) {
+      const int64_t tall = layout == kColumnMajorTma ? (rows + 3) / 4 * 4 : rows;
       call.scale_row_stride = 1;
-      call.scale_group_stride = high;
-      call.scale_padding_rows = static_cast<int32_t>(high - rows);
+      call.scale_group_stride = tall;
+      call.scale_padding_rows = static_cast<int32_t>(tall - rows);
+      words = tall * columns;
     }
-    scales.assign(static_cast<size_t>(high * columns + 1), 0x5a5a5a5a);
-    if (call.quant == ALLNORM_QUANT_PER_TENSOR) scales = {to_bits(0.037f)};
+    scales.assign(static_cast<size_t>(words + 1), 0x5a5a5a5a);
+    if (call.quant == ALLNORM_QUANT_PER_TENSOR) scales = {to_bits(given_scale)};
     attach(call);
     expected_bytes = bytes;
     expected_scales = scales;
@@ -128,46 +143,21 @@ struct QuantMemory {
   }
 
   void expect_row(const AllnormCall& call, int64_t row, const ExpectedQuant& quant) {
-    for (size_t i = 0; i < quant.bytes.size(); ++i) {
-      expected_bytes[static_cast<size_t>(row * call.quantized_stride) + i] = quant.bytes[i];
-    }
-    if (of_bytes) {
-      const int64_t all = is_swizzled(call) ? 4 * scale_tiles(call) : scales_per_row(call);
-      for (int64_t group = 0; group < all; ++group) {
-        uint32_t bits = 0;
-        if (group < scales_per_row(call)) bits = quant.scales[static_cast<size_t>(group)];
-        expected_byte(call, row, group) =
-            static_cast<uint8_t>(is_nvfp4(call) ? bits : bits >> 23 & 255);
-      }
-      return;
-    }
-    for (int64_t word = 0; word < words; ++word) {
-      uint32_t bits = 0;
-      if (packed) {
-        for (size_t byte = 0; byte < 4; ++byte) {
-          const size_t group = 4 * static_cast<size_t>(word) + byte;
-          if (group < quant.scales.size()) bits |= (quant.scales[group] >> 23 & 255) << (8 * byte);
-        }
-      } else {
-        bits = quant.scales[static_cast<size_t>(word)];
-      }
-      expected_word(call, row, word) = bits;
+    std::copy(quant.bytes.begin(), quant.bytes.end(),
+              expected_bytes.begin() + row * call.quantized_stride);
+    for (int64_t group = 0; group < groups_of(call); ++group) {
+      const auto g = static_cast<size_t>(group);
+      expect_scale(call, row, group, g < quant.scales.size() ? stored(call, quant.scales[g]) : 0);
     }
   }
   void expect_padding(const AllnormCall& call) {
-    for (int64_t row = 0; of_bytes && row < call.scale_padding_rows; ++row) {
-      for (int64_t group = 0; group < 4 * scale_tiles(call); ++group) {
-        expected_byte(call, call.num_tokens + row, group) = 0;
-      }
-    }
-    if (of_bytes) return;
     for (int64_t row = 0; row < call.scale_padding_rows; ++row) {
-      for (int64_t word = 0; word < words; ++word) {
-        expected_word(call, call.num_tokens + row, word) = 0;
+      for (int64_t group = 0; group < groups_of(call); ++group) {
+        expect_scale(call, call.num_tokens + row, group, 0);
       }
     }
   }
-  // All of `call` is NaN, as after a fault.
+  // Expects NaN everywhere, as after a failure.
   void expect_nan(const AllnormCall& call) {
     // e2m1 has no NaN: elements are zero.
     const uint8_t element = is_nvfp4(call) ? 0 : 0x7f;
@@ -179,39 +169,97 @@ struct QuantMemory {
     }
     expect_padding(call);
   }
-  uint32_t& expected_word(const AllnormCall& call, int64_t row, int64_t word) {
-    return expected_scales[static_cast<size_t>(row * call.scale_row_stride +
-                                               word * call.scale_group_stride)];
+  void expect_scale(const AllnormCall& call, int64_t row, int64_t group, uint32_t value) {
+    memcpy(reinterpret_cast<char*>(expected_scales.data()) + scale_at(call, row, group), &value,
+           scale_bytes(call));
   }
-  // By the API page, and not by the function that is tested.
-  uint8_t& expected_byte(const AllnormCall& call, int64_t row, int64_t group) {
-    auto* const all = reinterpret_cast<uint8_t*>(expected_scales.data());
-    if (!is_swizzled(call)) return all[row * call.scale_row_stride + group];
-    const int64_t m = call.first_scale_row + row, tile = m / 128 * scale_tiles(call) + group / 4;
-    return all[tile * 512 + m % 32 * 16 + m % 128 / 32 * 4 + group % 4];
-  }
-  // To the bit, and nothing else written.
+  // Returns whether every bit is as expected, also of bytes that belong to no row.
   bool as_expected() const { return bytes == expected_bytes && scales == expected_scales; }
+
+  // Counts the elements and scales of a row that are wrong, and for row 0 those of the padding. Any
+  // NaN is as good as another. With kRightOrNan a group may have a NaN as its scale instead: then
+  // its elements mean nothing, but are zero for NVFP4.
+  int64_t count_wrong(const AllnormCall& call, int64_t row, const ExpectedQuant& expected,
+                      Allowed allowed) const {
+    int64_t wrong = 0;
+    const auto scales_wanted = static_cast<int64_t>(expected.scales.size());
+    const int64_t count = std::max<int64_t>(1, scales_wanted);
+    const int64_t group_bytes = quantized_row_bytes(call) / count;
+    const auto is_nan = [](uint8_t byte) { return (byte & 0x7f) == 0x7f; };
+    for (int64_t group = 0; group < count; ++group) {
+      bool failed = false;
+      if (scales_wanted != 0) {
+        const uint32_t got = scale(call, row, group);
+        const uint32_t want = stored(call, expected.scales[static_cast<size_t>(group)]);
+        failed = allowed == Allowed::kRightOrNan && is_nan_scale(call, got);
+        wrong += got != want && !failed && !(is_nan_scale(call, got) && is_nan_scale(call, want));
+      }
+      for (int64_t i = group * group_bytes; i < (group + 1) * group_bytes; ++i) {
+        const uint8_t got = bytes[static_cast<size_t>(row * call.quantized_stride + i)];
+        const uint8_t want = expected.bytes[static_cast<size_t>(i)];
+        if (failed || is_nvfp4(call)) {
+          wrong += is_nvfp4(call) && got != (failed ? 0 : want);
+        } else {
+          const bool may_be_nan = is_nan(want) || allowed == Allowed::kRightOrNan;
+          wrong += got != want && !(is_nan(got) && may_be_nan);
+        }
+      }
+    }
+    for (int64_t group = scales_wanted; group < groups_of(call); ++group) {
+      wrong += scale(call, row, group) != 0;
+    }
+    for (int32_t padding = 0; row == 0 && padding < call.scale_padding_rows; ++padding) {
+      for (int64_t group = 0; group < groups_of(call); ++group) {
+        wrong += scale(call, call.num_tokens + padding, group) != 0;
+      }
+    }
+    return wrong;
+  }
+
+  // A scale as it is stored: a float32, the exponent of a power of two, or e4m3.
+  uint32_t scale(const AllnormCall& call, int64_t row, int64_t group) const {
+    uint32_t value = 0;
+    memcpy(&value, reinterpret_cast<const char*>(scales.data()) + scale_at(call, row, group),
+           scale_bytes(call));
+    return value;
+  }
+  static bool is_nan_scale(const AllnormCall& call, uint32_t scale) {
+    if (is_nvfp4(call)) return scale == 0x7f;
+    return scale_bytes(call) == 1 ? scale == 0xff : std::isnan(from_bits(scale));
+  }
 
   std::vector<uint8_t> bytes, expected_bytes;
   std::vector<uint32_t> scales, expected_scales;
-  int64_t words = 0;  // of the scales of a row
-  bool packed = false;
-  bool of_bytes = false;
 
  private:
-  void make_scale_bytes(AllnormCall& call, int64_t gap) {
-    of_bytes = true;
-    int64_t count = call.num_tokens * (scales_per_row(call) + gap);
-    call.scale_row_stride = scales_per_row(call) + gap;
-    call.scale_group_stride = 1;
+  static bool is_packed(const AllnormCall& call) {
+    return call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
+  }
+  static size_t scale_bytes(const AllnormCall& call) {
+    return is_nvfp4(call) || is_swizzled(call) || is_packed(call) ? 1 : 4;
+  }
+  // Words or bytes of a row of scales.
+  static int64_t columns_of(const AllnormCall& call) {
+    return is_packed(call) ? (scales_per_row(call) + 3) / 4 : scales_per_row(call);
+  }
+  // Scales of a row, with those that only fill a word or a tile.
+  static int64_t groups_of(const AllnormCall& call) {
+    if (is_swizzled(call)) return 4 * scale_tiles(call);
+    return is_packed(call) ? 4 * columns_of(call) : scales_per_row(call);
+  }
+  // The offset of a scale in bytes. Follows the API page, not the function under test.
+  static size_t scale_at(const AllnormCall& call, int64_t row, int64_t group) {
     if (is_swizzled(call)) {
-      call.first_scale_row = 50 * gap;
-      const int64_t end = call.first_scale_row + call.num_tokens, tall = (end + 127) / 128 * 128;
-      call.scale_padding_rows = static_cast<int32_t>(tall - end);
-      count = tall * 4 * scale_tiles(call);
+      const int64_t m = call.first_scale_row + row, tile = m / 128 * scale_tiles(call) + group / 4;
+      return static_cast<size_t>(tile * 512 + m % 32 * 16 + m % 128 / 32 * 4 + group % 4);
     }
-    scales.assign(static_cast<size_t>(count / 4 + 1), 0x5a5a5a5a);
+    const int64_t column = is_packed(call) ? group / 4 : group;
+    const int64_t at = row * call.scale_row_stride + column * call.scale_group_stride;
+    if (is_nvfp4(call)) return static_cast<size_t>(at);
+    return static_cast<size_t>(4 * at + (is_packed(call) ? group % 4 : 0));
+  }
+  static uint32_t stored(const AllnormCall& call, uint32_t bits) {
+    return scale_bytes(call) == 4 || is_nvfp4(call) ? bits : bits >> 23 & 255;
   }
 };
 

@@ -1,7 +1,8 @@
-// What a rank of the CPU backend does with shared workspaces, and when, compared with the table
-// protocol/accesses.h. This test plays the other rank, in the same thread: whenever the rank looks,
-// it may find what the other has done meanwhile. comm.cpp and transports.cpp are compiled with
-// verbs that report themselves (tests/traced); rows are plain memory, and seen by what is in them.
+// Compares the accesses of the CPU backend to shared workspaces with the table protocol/accesses.h.
+//
+// Rank 0 runs one operation. The test plays rank 1 in the same thread: it acts whenever rank 0
+// polls. comm.cpp and transports.cpp are compiled with memory operations that record themselves
+// (tests/traced). Accesses to rows are plain, so they are inferred from the contents.
 #include <cstring>
 #include <string>
 #include <vector>
@@ -41,15 +42,15 @@ std::string text_of(const List& list) {
   return text;
 }
 
-// One operation of rank 0, with its accesses and its steps.
+// One operation of rank 0, with its recorded accesses and steps.
 class Operation {
  public:
   Operation(std::string name, bool asleep) : name_(std::move(name)), asleep_(asleep) {
     for (auto& workspace : workspaces_) workspace.assign(kWorkspaceBytes / 8, 0);
     for (int i = 0; i < kRows * kColumns; ++i) {
       x_[i] = static_cast<float>(1 + i);
-      theirs_[i] = static_cast<float>(1000 + 3 * i);
-      their_sums_[i] = static_cast<float>(-50 - i);
+      peer_x_[i] = static_cast<float>(1000 + 3 * i);
+      peer_sums_[i] = static_cast<float>(-50 - i);
     }
   }
 
@@ -77,15 +78,15 @@ class Operation {
     gathers_ = gathers;
     now = this;
     check(comm.run(call) == ALLNORM_OK, "%s: status of the call", name_.c_str());
-    look_at_rows();
+    record_steps_of_rows();
     now = nullptr;
     if (is_right()) steps_.push_back(name_ == "two_shot" ? "read_sum" : "read_partial");
     compare();
   }
 
-  // Before each access of rank 0.
+  // Called before each access of rank 0.
   void note(const char* order, const void* address) {
-    look_at_rows();
+    record_steps_of_rows();
     const int64_t own = offset(address, 0), theirs = offset(address, 1);
     const bool is_own = own >= 0 && own < PullControl::kBytes;
     const int64_t at = is_own ? own : theirs;
@@ -104,7 +105,7 @@ class Operation {
     }
     const bool waits = place == "published" && !is_own;
     if (waits && (asleep_ ? std::strcmp(order, "seq_cst") == 0 : ++polls_ % 2 == 0)) {
-      come_to(++their_step_);
+      do_step_of_peer(++peer_step_);
     }
   }
 
@@ -129,17 +130,17 @@ class Operation {
     memcpy(at(1, PullControl::kPublished), &number, sizeof(number));
   }
 
-  // The other rank does a step: its rows, its tag, which is that of rank 0, its number.
-  void come_to(int step) {
+  // Does a step of rank 1: stores its rows, its tag, which is that of rank 0, and its number.
+  void do_step_of_peer(int step) {
     steps_.push_back("wait_" + std::to_string(step));
     memcpy(at(1, PullControl::tag(kOp)), at(0, PullControl::tag(kOp)), 16);
-    if (step == 1) memcpy(rows(1, kLayout.partial(0)), theirs_, sizeof(theirs_));
-    if (step == 2) memcpy(rows(1, kLayout.sum(0)), their_sums_, sizeof(their_sums_));
+    if (step == 1) memcpy(rows(1, kLayout.partial(0)), peer_x_, sizeof(peer_x_));
+    if (step == 2) memcpy(rows(1, kLayout.sum(0)), peer_sums_, sizeof(peer_sums_));
     publish(step);
   }
 
-  // Its own rows, as soon as they are there: those that the other rank reads.
-  void look_at_rows() {
+  // Records steps of rank 0 as soon as its rows show them: only rows that rank 1 reads count.
+  void record_steps_of_rows() {
     const int row = name_ == "two_shot" ? 1 : 0;
     if (!wrote_partial_ &&
         memcmp(rows(0, kLayout.partial(row)), x_ + row * kColumns, kRowBytes) == 0) {
@@ -148,7 +149,7 @@ class Operation {
     }
     if (name_ != "two_shot" || wrote_sum_) return;
     float sum[kColumns];
-    for (int i = 0; i < kColumns; ++i) sum[i] = x_[i] + theirs_[i];
+    for (int i = 0; i < kColumns; ++i) sum[i] = x_[i] + peer_x_[i];
     if (memcmp(rows(0, kLayout.sum(0)), sum, kRowBytes) != 0) return;
     wrote_sum_ = true;
     steps_.push_back("read_partial");
@@ -158,9 +159,9 @@ class Operation {
   bool is_right() const {
     for (int i = 0; i < kRows * kColumns; ++i) {
       const bool second = i >= kColumns;
-      const float sum = x_[i] + theirs_[i];
-      const float wanted = gathers_              ? (second ? theirs_[i - kColumns] : x_[i])
-                           : name_ == "two_shot" ? (second ? their_sums_[i] : sum)
+      const float sum = x_[i] + peer_x_[i];
+      const float wanted = gathers_              ? (second ? peer_x_[i - kColumns] : x_[i])
+                           : name_ == "two_shot" ? (second ? peer_sums_[i] : sum)
                                                  : sum;
       if (out_[i] != wanted) return false;
     }
@@ -193,10 +194,10 @@ class Operation {
   std::string name_;
   bool asleep_, gathers_ = false;
   std::vector<uint64_t> workspaces_[2];
-  float x_[kRows * kColumns], theirs_[kRows * kColumns], their_sums_[kRows * kColumns];
+  float x_[kRows * kColumns], peer_x_[kRows * kColumns], peer_sums_[kRows * kColumns];
   float out_[kRows * kColumns] = {};
   List steps_, accesses_;
-  int polls_ = 0, published_ = 0, their_step_ = 0;
+  int polls_ = 0, published_ = 0, peer_step_ = 0;
   bool wrote_partial_ = false, wrote_sum_ = false;
 };
 Operation* Operation::now = nullptr;
@@ -207,12 +208,10 @@ void note_access(const char* order, const void* address) {
   if (Operation::now != nullptr) Operation::now->note(order, address);
 }
 
-}  // namespace allnorm
-
-int main() {
-  using namespace allnorm;
+TEST(accesses) {
   for (const bool asleep : {false, true}) {
     for (const char* name : {"one_shot", "two_shot", "all_gather"}) Operation(name, asleep).run();
   }
-  return testing::result();
 }
+
+}  // namespace allnorm

@@ -1,56 +1,41 @@
-// Time per call of the CPU backend, all ranks calling back to back. Without arguments a short run
-// that only shows that it works; `cpu_bench RANKS TOKENSxHIDDEN...` measures.
+// Time per call of the CPU backend: `cpu_bench RANKS TOKENSxHIDDEN...`, all ranks calling back to
+// back. Without arguments it only makes a few calls.
 #include <algorithm>
-#include <string>
+#include <memory>
 
 #include "cpu/memory.h"
-#include "testing.h"
+#include "tests/testing.h"
 
 namespace allnorm::testing {
 namespace {
 
-struct Shape {
-  int64_t tokens, hidden;
-};
-
-// Aligned as torch aligns its tensors.
-class Bfloat16Ones {
- public:
-  explicit Bfloat16Ones(size_t count)
-      : memory_(static_cast<uint16_t*>(aligned_alloc(64, (count * 2 + 63) / 64 * 64))) {
-    std::fill_n(memory_, count, uint16_t{0x3f80});
-  }
-  ~Bfloat16Ones() { free(memory_); }
-  Bfloat16Ones(const Bfloat16Ones&) = delete;
-  uint16_t* get() const { return memory_; }
-
- private:
-  uint16_t* memory_;
-};
+// Two sets of buffers are used in turn, so that large calls do not find their inputs in the cache.
+constexpr int kSets = 2;
 
 struct Variant {
   const char* name;
   int algorithm;
   int flags;
-  int quant;  // by groups of 128, without the normed output
 };
-constexpr Variant kVariants[] = {
-    {"one_shot", ALLNORM_ONE_SHOT, 0, ALLNORM_QUANT_NONE},
-    {"one_shot fp8", ALLNORM_ONE_SHOT, 0, ALLNORM_QUANT_PER_GROUP},
-    {"two_shot", ALLNORM_TWO_SHOT, 0, ALLNORM_QUANT_NONE},
-    {"two_shot fp8", ALLNORM_TWO_SHOT, 0, ALLNORM_QUANT_PER_GROUP},
-    {"sharded", ALLNORM_TWO_SHOT, ALLNORM_RESIDUAL_SHARDED, ALLNORM_QUANT_NONE},
-    {"sharded fp8", ALLNORM_TWO_SHOT, ALLNORM_RESIDUAL_SHARDED, ALLNORM_QUANT_PER_GROUP},
-};
+constexpr Variant kVariants[] = {{"one_shot", ALLNORM_ONE_SHOT, 0},
+                                 {"two_shot", ALLNORM_TWO_SHOT, 0},
+                                 {"sharded", ALLNORM_TWO_SHOT, ALLNORM_RESIDUAL_SHARDED}};
 
-// Microseconds of every call, as seen by rank 0.
-std::vector<double> measure(AllnormComm* comm, const Shape& shape, const Variant& variant,
-                            int calls) {
-  // Two sets of buffers, so that large calls read memory and not what the last call left in cache.
-  constexpr int kSets = 2;
-  const size_t count = static_cast<size_t>(shape.tokens * shape.hidden);
-  const Bfloat16Ones x(kSets * count), residual(kSets * count), out(kSets * count);
-  const Bfloat16Ones residual_out(kSets * count), weight(static_cast<size_t>(shape.hidden));
+// Memory for all sets, aligned like that of torch tensors.
+std::shared_ptr<char> buffer(int64_t set_bytes) {
+  const auto bytes = static_cast<size_t>((kSets * set_bytes + 63) / 64 * 64);
+  auto* const memory = static_cast<char*>(aligned_alloc(64, bytes));
+  std::fill_n(reinterpret_cast<uint16_t*>(memory), bytes / 2, uint16_t{0x3f80});  // 1 in bfloat16
+  return {memory, free};
+}
+
+// Returns the sorted times of all calls in microseconds. Quantized calls have groups of 128 and no
+// normed output.
+std::vector<double> measure(AllnormComm* comm, int64_t tokens, int64_t hidden,
+                            const Variant& variant, bool quantized, int calls) {
+  const int64_t bytes = 2 * tokens * hidden;
+  const auto x = buffer(bytes), residual = buffer(bytes), out = buffer(bytes);
+  const auto residual_out = buffer(bytes), scales = buffer(bytes / 64), weight = buffer(2 * hidden);
   AllnormCall call = {};
   call.struct_bytes = sizeof(call);
   call.op = ALLNORM_ADD_RMS_NORM;
@@ -58,29 +43,25 @@ std::vector<double> measure(AllnormComm* comm, const Shape& shape, const Variant
   call.flags = variant.flags;
   call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
   call.eps = 1e-6f;
-  call.num_tokens = shape.tokens;
-  call.hidden_size = shape.hidden;
+  call.num_tokens = tokens;
+  call.hidden_size = hidden;
   call.weight = weight.get();
-  call.x_stride = call.residual_stride = call.out_stride = call.residual_out_stride = shape.hidden;
-  std::vector<uint8_t> quantized;
-  std::vector<float> scales;
-  if (variant.quant != ALLNORM_QUANT_NONE) {
-    call.quant = variant.quant;
+  call.x_stride = call.residual_stride = call.out_stride = call.residual_out_stride = hidden;
+  if (quantized) {
+    call.quant = ALLNORM_QUANT_PER_GROUP;
     call.group_size = 128;
-    call.quantized_stride = shape.hidden;
-    call.scale_row_stride = shape.hidden / 128;
+    call.quantized_stride = hidden;
+    call.scale_row_stride = hidden / 128;
     call.scale_group_stride = 1;
-    quantized.resize(kSets * count);
-    scales.resize(kSets * count / 128);
   }
   std::vector<double> times;
   for (int i = 0; i < calls + kSets; ++i) {
-    const size_t offset = static_cast<size_t>(i % kSets) * count;
+    const int64_t offset = i % kSets * bytes;
     call.x = x.get() + offset;
     call.residual = residual.get() + offset;
-    call.out = variant.quant == ALLNORM_QUANT_NONE ? out.get() + offset : nullptr;
-    call.quantized = quantized.data() + offset;
-    call.scale = scales.data() + offset / 128;
+    call.out = quantized ? nullptr : out.get() + offset;
+    call.quantized = out.get() + offset;
+    call.scale = scales.get() + i % kSets * (bytes / 64);
     call.residual_out = residual_out.get() + offset;
     const int64_t start_ns = MonotonicClock::now_ns();
     check(allnorm_run(comm, &call) == ALLNORM_OK, "%s", allnorm_last_error());
@@ -91,51 +72,39 @@ std::vector<double> measure(AllnormComm* comm, const Shape& shape, const Variant
   return times;
 }
 
-void bench(int world_size, const std::vector<Shape>& shapes, bool quick) {
-  Group group(world_size, 4 << 20);
-  run_ranks(world_size, [&](int rank) {
-    AllnormComm* const comm = group.create(rank);
-    for (const Shape& shape : shapes) {
-      for (const Variant& variant : kVariants) {
-        if (variant.quant != ALLNORM_QUANT_NONE && shape.hidden % 128 != 0) continue;
-        const int64_t elements = shape.tokens * shape.hidden;
-        const int calls =
-            quick ? 20
-                  : static_cast<int>(std::clamp<int64_t>((int64_t{1} << 28) / elements, 12, 20000));
-        group.barrier();
-        const std::vector<double> times = measure(comm, shape, variant, calls);
-        if (rank != 0) continue;
-        const auto quantile = [&](double q) {
-          return times[static_cast<size_t>(q * static_cast<double>(times.size() - 1))];
-        };
-        printf("%d ranks %6lldx%-6lld %-12s  min %9.1f  p50 %9.1f  p90 %9.1f  p99 %9.1f us\n",
-               world_size, static_cast<long long>(shape.tokens),
-               static_cast<long long>(shape.hidden), variant.name, times[0], quantile(0.5),
-               quantile(0.9), quantile(0.99));
-        fflush(stdout);
-      }
-    }
-    group.barrier();
-    allnorm_comm_destroy(comm);
-  });
+void bench(int world_size, int64_t tokens, int64_t hidden, int calls) {
+  on_ranks(
+      world_size, {.workspace_bytes = 4 << 20}, [&](Group& group, AllnormComm* comm, int rank) {
+        for (const Variant& variant : kVariants) {
+          for (const bool quantized : {false, true}) {
+            if (quantized && hidden % 128 != 0) continue;
+            group.barrier();
+            const auto times = measure(comm, tokens, hidden, variant, quantized, calls);
+            if (rank != 0) continue;
+            const auto quantile = [&](double q) {
+              return times[static_cast<size_t>(q * static_cast<double>(times.size() - 1))];
+            };
+            printf("%d ranks %6lldx%-6lld %-8s %s  min %9.1f  p50 %9.1f  p90 %9.1f  p99 %9.1f us\n",
+                   world_size, static_cast<long long>(tokens), static_cast<long long>(hidden),
+                   variant.name, quantized ? "fp8" : "   ", times[0], quantile(0.5), quantile(0.9),
+                   quantile(0.99));
+            fflush(stdout);
+          }
+        }
+      });
+}
+
+TEST(bench) {
+  const int world_size = static_cast<int>(argument(0, 2));
+  if (g_arguments.size() < 2) return bench(world_size, 16, 2816, 20);
+  for (size_t i = 1; i < g_arguments.size(); ++i) {
+    long long tokens = 0, hidden = 0;
+    const int found = sscanf(g_arguments[i], "%lldx%lld", &tokens, &hidden);
+    if (!check(found == 2 && tokens > 0 && hidden > 0, "usage: RANKS TOKENSxHIDDEN...")) return;
+    const int64_t calls = (int64_t{1} << 28) / (tokens * hidden);
+    bench(world_size, tokens, hidden, static_cast<int>(std::clamp<int64_t>(calls, 12, 20000)));
+  }
 }
 
 }  // namespace
 }  // namespace allnorm::testing
-
-int main(int argc, char** argv) {
-  using namespace allnorm::testing;
-  std::vector<Shape> shapes;
-  for (int i = 2; i < argc; ++i) {
-    long long tokens = 0, hidden = 0;
-    if (sscanf(argv[i], "%lldx%lld", &tokens, &hidden) != 2 || tokens < 1 || hidden < 1) {
-      fprintf(stderr, "usage: %s RANKS TOKENSxHIDDEN...\n", argv[0]);
-      return 2;
-    }
-    shapes.push_back({tokens, hidden});
-  }
-  const bool quick = shapes.empty();
-  if (quick) shapes = {{1, 4096}, {16, 2816}};
-  bench(argc > 1 ? atoi(argv[1]) : 2, shapes, quick);
-  return result();
-}

@@ -1,10 +1,8 @@
-// Compares what the kernels do with shared workspaces with the table protocol/accesses.h: what each
-// thread does, in which order, and what it leaves out once an operation has failed.
+// Compares the accesses of the CUDA kernels to shared workspaces with the table
+// protocol/accesses.h: those of each thread, in order, and those it leaves out after a failure.
 //
-// The kernels run over fibers (tests/shim), whose verbs report themselves as those of the table.
-// Every thread has one row at most. What it does must be what the table has for a thread of its
-// kind. Polls count once, however often they are made, and so do accesses to several peers or words
-// one after the other.
+// The kernels run on simulated GPUs (tests/shim), which record every access. Each thread has one
+// row at most. Repeated polls count once, and so do consecutive accesses to several peers or words.
 #include <cstring>
 #include <map>
 #include <set>
@@ -36,10 +34,11 @@ bool is_load(const std::string& verb) { return verb.rfind("ld.", 0) == 0; }
 bool is_push(const std::string& verb) { return verb.rfind("st.relaxed", 0) == 0; }
 
 enum class State { kHealthy, kFailedNow, kFailedBefore };
-const char* const kStates[] = {"nothing has failed", "this operation has failed",
-                               "an operation before has failed"};
+const char* const kStates[] = {"no failure", "failure in this operation",
+                               "failure in an earlier operation"};
 
-// Of the threads that have rows. Without `receive`, every thread does `send` and `own`.
+// The parts of the table that threads with rows run: `send` of every row, and `own` or `receive`
+// depending on its owner. Without `receive`, every thread runs `send` and `own`.
 struct Parts {
   List send, own, receive;
 };
@@ -49,23 +48,23 @@ const Parts kSumsOfOwners = {{"owners_send"}, {"owners_own", "rows_own"}, {"rows
 const Parts kPackedRows = {{"owners_send"}, {"owners_own", "packed_own"}, {"packed_receive"}};
 const Parts kGivenRows = {{}, {"rows_own"}, {"rows_receive"}};
 
-// Operations of all ranks, one after the other, by one kernel.
+// Consecutive operations of all ranks with the same kernel.
 struct Case {
   std::string name;
   const Parts& parts;
   AllnormCall call;
   void (*kernel)(const OwnedRowsParams&);
-  uint32_t nan_word = 0;  // that a second hop stores after a failure; 0: any NaN of 16 bits
+  uint32_t nan_word = 0;  // stored by the second hop after a failure; 0: any 16-bit NaN
   int operations = 1;
   int64_t workspace_bytes = kWorkspaceBytes;
 };
 
 struct Thread {
   List list;            // "place verb" of each access
-  uint32_t number = 0;  // the last that it has loaded from `released`
+  uint32_t number = 0;  // the last one loaded from `released`
 };
 
-// Adds an access, unless it is another poll, or the same to another peer or word.
+// Adds an access, unless it repeats a poll, or the previous access with a different peer or word.
 void add(List& list, const std::string& place, const std::string& verb) {
   const std::string access = place + " " + verb;
   for (auto last = list.rbegin(); last != list.rend(); ++last) {
@@ -93,8 +92,7 @@ class Run {
       params.push_back(owned_rows_params(group_.configs[r], call_of(op, rank), 0,
                                          of.call.num_tokens, &group_.faults[r]));
       if (state == State::kHealthy) continue;
-      const uint64_t failed = 1ull << 32 | (kFirstOp - (state == State::kFailedBefore ? 1 : 0));
-      memcpy(workspace(rank) + PushControl::kPoisoned, &failed, sizeof(failed));
+      group_.fail_in(rank, kFirstOp - (state == State::kFailedBefore ? 1 : 0));
     }
     params_ = params[0];
     slots_ = {{0, params_.fused.units, params_.fused.large != 0}};
@@ -113,9 +111,8 @@ class Run {
                       .num_threads = static_cast<uint32_t>(threads_of(params_.fused.packs, 1)),
                       .kernel = [&mine, &of] { of.kernel(mine); }});
     }
-    const bool ended = machine.run(kMaxTurns);
+    run_to_end(machine, name(), seed);
     shim::trace(nullptr);
-    if (!check(ended, "%s: does not end", name())) std::_Exit(result());
   }
 
   void compare() const {
@@ -131,13 +128,13 @@ class Run {
         return;
       }
       if (block != 0) kinds.insert(thread.list);
-      // A wait has ended with the number of the last operation that handed back, or a later one.
+      // A wait ends with the number of the last operation that returned slots, or a later one.
       const SlotPlace& slots = slots_[index];
       const bool waits = block == 0 ? number / 32 == 1 : number < 32 && slots.large;
       const uint32_t last = kFirstOp + static_cast<uint32_t>(index) - 1 - slots.since();
       check(state_ != State::kHealthy || !has_peer || !waits || has_reached(thread.number, last),
-            "%s: goes on with a number seen too early: %u, expected %u", name(), thread.number,
-            last);
+            "%s: continues after a number that is too small: %u, expected %u", name(),
+            thread.number, last);
     }
     check(state_ != State::kHealthy || kinds.size() >= (of_.parts.receive.empty() ? 1 : 2),
           "%s: %zu kinds of threads have rows", name(), kinds.size());
@@ -155,7 +152,7 @@ class Run {
     Thread& thread = threads_[{index, access.rank, access.block, access.thread}];
     const std::string verb = access.verb;
     if (access.address == nullptr) {
-      // Of the barriers of the block the table has the first of a large operation.
+      // Of block barriers, the table only has the first one of a large operation.
       const size_t before = thread.list.size();
       const bool waited = before == 2 && thread.list[1].rfind("released", 0) == 0;
       const bool at_head = slots_[index].large && (before == 1 || waited);
@@ -166,7 +163,7 @@ class Run {
       const int64_t at = static_cast<const char*>(access.address) - workspace(rank);
       if (at < PushControl::kTags || at >= of_.workspace_bytes) continue;
       const std::string place = place_of(at, slots_[index]);
-      // Whoever waits for long looks at announcements.
+      // Long waits also load announcements.
       const bool calls_roll = access.block == 0 && access.thread < 32;
       if (place.rfind("tag", 0) == 0 && is_load(verb) && !calls_roll) return;
       add(thread.list, place, verb);
@@ -177,7 +174,7 @@ class Run {
     }
   }
 
-  // What is pushed in operation `op`.
+  // Checks a value that is pushed in operation `op`.
   void check_value(const std::string& place, uint64_t value, uint32_t op) const {
     const auto word = static_cast<uint32_t>(value);
     bool right = true;
@@ -214,7 +211,7 @@ class Run {
     return at % layout.finished_bytes() < layout.finished_scale(0) ? "finished" : "scale";
   }
 
-  // What a thread may do: with scales to store or to wait for, and without.
+  // Returns the allowed lists of a thread: with and without scales to store or wait for.
   std::vector<List> lists_of(size_t index, uint32_t block, uint32_t number, bool has_peer) const {
     const SlotPlace& slots = slots_[index];
     const bool head_waits = number < 32 && has_peer;
@@ -268,25 +265,6 @@ class Run {
   std::map<std::tuple<size_t, int, uint32_t, uint32_t>, Thread> threads_;
 };
 
-AllnormCall call_of_kind(int algorithm, int flags = 0, int quant = ALLNORM_QUANT_NONE) {
-  static const float global = 70.0f;
-  AllnormCall call = {};
-  call.struct_bytes = sizeof(call);
-  call.op = ALLNORM_ADD_RMS_NORM;
-  call.algorithm = algorithm;
-  call.flags = flags;
-  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
-  call.eps = 1e-5f;
-  call.hidden_size = 512;
-  call.num_tokens = 4;
-  call.quant = quant;
-  if (quant == ALLNORM_QUANT_NVFP4) call.global_scale = &global;
-  if (quant != ALLNORM_QUANT_PER_GROUP) return call;
-  call.group_size = 16;
-  call.scale_format = ALLNORM_SCALE_FLOAT32;
-  return call;
-}
-
 template <template <class, int> class Transport, class Schedule, Grid kGrid,
           template <class> class Source = DenseRows, Features kFeatures = kBasic>
 void fused(const OwnedRowsParams& params) {
@@ -300,10 +278,10 @@ void owned(const OwnedRowsParams& params) {
 }
 
 std::vector<Case> cases() {
-  const AllnormCall one_shot = call_of_kind(ALLNORM_ONE_SHOT);
-  const AllnormCall two_shot = call_of_kind(ALLNORM_TWO_SHOT);
+  const AllnormCall one_shot = norm_call(ALLNORM_ONE_SHOT, 4, 512);
+  const AllnormCall two_shot = norm_call(ALLNORM_TWO_SHOT, 4, 512);
   const auto sharded = [](int quant) {
-    return call_of_kind(ALLNORM_TWO_SHOT, ALLNORM_RESIDUAL_SHARDED, quant);
+    return norm_call(ALLNORM_TWO_SHOT, 4, 512, ALLNORM_RESIDUAL_SHARDED, quant, 16);
   };
   AllnormCall gather = two_shot;
   gather.op = ALLNORM_ALL_GATHER_ROWS;
@@ -318,7 +296,7 @@ std::vector<Case> cases() {
       {"one row ahead", kOneShot, one_shot, one_row_ahead},
       {"paced", kOneShot, one_shot, &fused<OneShot, Paced, Grid::kDense>},
       {"prefetched", kOneShot, one_shot, prefetched},
-      // A peek comes before anything is known of a failure.
+      // The first peek precedes the check for a failure.
       {"few blocks", kOneShot, one_shot, &fused<OneShot, FewBlocks, Grid::kFew>, 0, 2},
       {"two_shot", kTwoShot, two_shot, &fused<TwoShot, Relayed, Grid::kSparse>},
       {"sums of owners", kSumsOfOwners, two_shot, &owned<Owned::kSum, Plain>},
@@ -327,7 +305,7 @@ std::vector<Case> cases() {
        kE4m3Nans},
       {"NVFP4 rows", kPackedRows, sharded(ALLNORM_QUANT_NVFP4), nvfp4, kNvFp4Nan},
       {"given rows", kGivenRows, gather, &owned<Owned::kGiven, Plain>},
-      // The first operation hands slots back, the next that take a unit do not; large ones do.
+      // The first operation and large ones return slots; later ones that take a unit do not.
       {"small operations", kOneShot, one_shot, one_row_ahead, 0, 3},
       {"larger operations", kOneShot, one_shot, one_row_ahead, 0, 5, 256 << 10},
       {"large operations", kOneShot, one_shot, one_row_ahead, 0, 3, 48 << 10},
@@ -335,15 +313,13 @@ std::vector<Case> cases() {
   };
 }
 
-}  // namespace
-}  // namespace allnorm
-
-int main() {
-  using namespace allnorm;
+TEST(accesses) {
   for (const Case& of : cases()) {
     for (uint64_t seed = 1; seed <= 4; ++seed) Run(of, State::kHealthy, seed).compare();
     if (of.operations > 1) continue;
     for (const State state : {State::kFailedNow, State::kFailedBefore}) Run(of, state, 1).compare();
   }
-  return testing::result();
 }
+
+}  // namespace
+}  // namespace allnorm

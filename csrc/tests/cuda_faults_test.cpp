@@ -1,13 +1,13 @@
-// A rank that never comes, or comes with another call: what the CUDA kernels of the others record,
-// and that they end. Over fibers (tests/shim).
+// One rank fails or is late: the kernels of its peers record what happened, end, and return correct
+// results or NaN. With simulated GPUs (tests/shim).
 #include <cstring>
 #include <memory>
 
 #include "tests/cuda_ranks.h"
 
-// Not races that matter. The mark of a failure is set atomically, and read plainly when a kernel
-// begins: whichever value a thread sees is right, since it looks again while it waits. And ranks
-// that make different calls write into each other's slots: what they hold then is used by nobody.
+// Harmless races. The flag of a failure is set atomically and read plainly when a kernel begins:
+// any value is fine, because waits read it again. And ranks that make different calls write into
+// each other's slots, whose contents no call uses afterwards.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:atomicCAS\nrace:shim::Model::stores\nrace:shim::Model::loads\n";
 }
@@ -17,172 +17,294 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-enum class Fault { kNeverComes, kSendsNothing, kOtherRows, kOtherRounding, kOtherQuantization };
+// Longer than the simulation runs.
+constexpr int64_t kNever = int64_t{1} << 60;
+constexpr int64_t kTimeoutNs = 2'000'000;
 
-// A rank that never comes, or comes with another call, is named by all others. With another
-// rounding mode or group size the same bytes may cross the link: only the roll call can tell. Of
-// one that comes and sends no row only the lanes that wait for its packs know.
-void test_fault(Fault kind, bool quantized, bool sharded, bool normed, uint64_t seed = 11,
-                bool nvfp4 = false) {
-  constexpr int kWorldSize = 3, kCulprit = 1;
-  Random random(7);
-  FiberGroup group(kWorldSize, 41, /*timeout_ns=*/2'000'000);
-  AllnormCall call = make_call(random);
-  call.op = ALLNORM_ADD_RMS_NORM;
-  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
-  call.numerics = ALLNORM_ROUNDED;
-  call.hidden_size = 256;
-  call.num_tokens = 4;
-  call.flags = sharded ? ALLNORM_RESIDUAL_SHARDED : 0;
-  if (sharded) call.algorithm = ALLNORM_TWO_SHOT;
-  call.quant = quantized ? ALLNORM_QUANT_PER_GROUP : ALLNORM_QUANT_NONE;
-  call.group_size = quantized ? 32 : 0;
-  call.scale_format = ALLNORM_SCALE_FLOAT32;
-  static const float global = 70.0f;
-  if (nvfp4) {
-    call.quant = ALLNORM_QUANT_NVFP4;
-    call.group_size = 0;
-    call.global_scale = &global;
-    call.flags |= seed % 2 == 0 ? ALLNORM_SWIZZLED_SCALES : 0;
+// ---- A rank that makes no call, or a different one
+
+enum class Fault {
+  kNeverComes,
+  kSendsNothing,
+  kDiedBefore,
+  kDiedAmid,
+  kDiedAfter,
+  kOtherRows,
+  kOtherRounding,
+  kOtherQuantization,
+  kMissingCall,
+  kNoRows,
+};
+constexpr struct {
+  const char* name;
+  int32_t status;  // of its peers
+} kFaults[] = {
+    {"never comes", ALLNORM_TIMEOUT},     {"sends nothing", ALLNORM_TIMEOUT},
+    {"died before", ALLNORM_PEER_DIED},   {"died amid", ALLNORM_PEER_DIED},
+    {"died after", ALLNORM_OK},           {"other rows", ALLNORM_DIVERGED},
+    {"other rounding", ALLNORM_DIVERGED}, {"other quantization", ALLNORM_DIVERGED},
+    {"missing call", ALLNORM_DIVERGED},   {"no rows", ALLNORM_DIVERGED},
+};
+
+// Launches what GpuCommunicator launches for a call without rows, and in place of one that failed.
+template <int kWorldSize>
+void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& params) {
+  machine.launch(
+      rank, {.num_blocks = 1,
+             .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
+             .cluster_size = 1,
+             .kernel = [params] {
+               run_fused<FusedKernel<Float32, compiled_world_size<Float32>(kWorldSize), DenseRows,
+                                     OneShot, OneRowAhead, Grid::kSparse, kBasic, Plain>>(params);
+             }});
+}
+
+void check_nan(const Operation& op, int rank, const char* name) {
+  const AllnormCall& call = op.call;
+  const auto r = static_cast<size_t>(rank);
+  const ExpectedQuant nan = {std::vector<uint8_t>(static_cast<size_t>(quantized_row_bytes(call)),
+                                                  is_nvfp4(call) ? 0 : 0x7f),
+                             std::vector<uint32_t>(static_cast<size_t>(scales_per_row(call)),
+                                                   is_nvfp4(call) ? 0x7f : 0x7fffffff)};
+  for (int64_t row = 0; row < call.num_tokens; ++row) {
+    bool right = op.out.empty() || std::isnan(to_float(call.dtype, op.out[r].bits(row, 0)));
+    if (is_quantized(call)) {
+      right = right && op.quantized[r].count_wrong(call, row, nan, Allowed::kRight) == 0;
+    }
+    check(right, "fault %s, rank %d: row %lld is not NaN after a failure", name, rank,
+          static_cast<long long>(row));
   }
-  if (kind == Fault::kSendsNothing) {
-    call.algorithm = ALLNORM_ONE_SHOT;
-    call.hidden_size = 120;  // a warp has lanes without a pack
-  }
+}
+
+// Rank seed % kWorldSize has a fault, after `before` calls in which all ranks take part.
+template <int kWorldSize>
+void test_fault(Fault kind, const AllnormCall& call, uint64_t seed, bool normed = true,
+                int before = 0) {
+  const auto& [name, status] = kFaults[static_cast<int>(kind)];
+  const int culprit = static_cast<int>(seed % kWorldSize);
+  const uint32_t first_op = 0xfffffffeu - seed % 2;  // numbers wrap
+  Random random(seed + 7);
   AllnormCall theirs = call;
   if (kind == Fault::kOtherRows) theirs.num_tokens += 1;
+  // The messages are the same: only announcements differ.
   if (kind == Fault::kOtherRounding) theirs.numerics = ALLNORM_VLLM;
   if (kind == Fault::kOtherQuantization) theirs.group_size = 64;
-  Operation op = make_operation(kWorldSize, random, call, normed);
+  std::vector<Operation> operations;
+  uint32_t op = first_op;
+  for (int i = 0; i <= before; ++i) {
+    operations.push_back(make_operation(kWorldSize, random, call, normed));
+    if (i < before) op += num_launches(operations.back(), kWorldSize);
+  }
+  Operation& last = operations.back();
   Operation other = make_operation(kWorldSize, random, theirs, normed);
-  if (op.residual == nullptr) other.residual.reset();
-  if (op.residual != nullptr && other.residual == nullptr) {
-    other.residual = std::make_unique<Matrix>(other.x[0]);
-  }
+  other.residual.reset();
+  if (last.residual != nullptr) other.residual = std::make_unique<Matrix>(other.x[0]);
 
-  if (kind == Fault::kSendsNothing) {
-    // As if another of its blocks had failed in this operation: it still answers the roll call.
-    const uint64_t poison = 1ull << 32 | 41;
-    char* const own = reinterpret_cast<char*>(group.workspaces[kCulprit].data());
-    memcpy(own + PushControl::kPoisoned, &poison, sizeof(poison));
+  FiberGroup group(kWorldSize, first_op, status == ALLNORM_TIMEOUT ? kTimeoutNs : kNever);
+  if (kind == Fault::kSendsNothing || kind == Fault::kDiedAmid) group.fail_in(culprit, op);
+  for (AllnormFault& fault : group.faults) {
+    if (kind < Fault::kDiedBefore || kind > Fault::kDiedAfter) continue;
+    fault.died = 1u << culprit;
+    // A rank may only wait for a peer that waits for the dead one. This flag ends that wait.
+    if (kind == Fault::kDiedAmid) fault.died |= ALLNORM_NO_PEER_COMES;
   }
-
   shim::Machine machine(kWorldSize, seed);
   group.share_with(machine);
-  for (int rank = 0; rank < kWorldSize; ++rank) {
-    if (rank == kCulprit && kind == Fault::kNeverComes) continue;
-    const auto r = static_cast<size_t>(rank);
-    launch<kWorldSize, Bfloat16>(machine, group.configs[r], rank == kCulprit ? other : op,
-                                 &group.faults[r]);
+  for (int i = 0; i <= before; ++i) {
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      const AllnormCommConfig& config = group.configs[r];
+      const bool differs = rank == culprit && i == before;
+      if (differs && (kind == Fault::kNeverComes || kind == Fault::kDiedBefore)) continue;
+      if (differs && kind == Fault::kMissingCall) {
+        launch_without_rows<kWorldSize>(machine, rank,
+                                        missing_call_params(config, &group.faults[r]));
+      } else if (differs && kind == Fault::kNoRows) {
+        launch_without_rows<kWorldSize>(
+            machine, rank, rowless_params(config, call_tag(call, 0), &group.faults[r]));
+      } else {
+        const bool takes_part = kind <= Fault::kDiedAfter;
+        Operation& mine = differs && !takes_part ? other : operations[static_cast<size_t>(i)];
+        launch<kWorldSize, Bfloat16>(machine, config, mine, &group.faults[r]);
+      }
+    }
   }
-  if (!check(machine.run(kMaxTurns), "fault %d does not end", static_cast<int>(kind))) return;
-  const bool comes = kind != Fault::kNeverComes && kind != Fault::kSendsNothing;
+  run_to_end(machine, name, seed);
+  if (status == ALLNORM_OK) return check_results(group, operations, first_op);
+  const bool rowless = kind == Fault::kMissingCall || kind == Fault::kNoRows;
   for (int rank = 0; rank < kWorldSize; ++rank) {
-    if (rank == kCulprit) continue;
+    if (rank == culprit && !rowless) continue;
     const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
-    check(fault.status == (comes ? ALLNORM_DIVERGED : ALLNORM_TIMEOUT) && fault.rank == rank &&
-              fault.peer == kCulprit && fault.expected_op == 41,
-          "fault %d, rank %d: status %d, peer %d, operation %u", static_cast<int>(kind), rank,
-          fault.status, fault.peer, fault.expected_op);
-    if (comes) {
-      check(
-          fault.seen_op == 41 && fault.seen_tokens == static_cast<uint32_t>(other.call.num_tokens),
-          "fault %d, rank %d: seen operation %u of %u tokens", static_cast<int>(kind), rank,
-          fault.seen_op, fault.seen_tokens);
+    check(fault.status == status && fault.expected_op == op && fault.rank == rank,
+          "fault %s, rank %d: status %d in operation %u, expected %u", name, rank, fault.status,
+          fault.expected_op, op);
+    if (rank == culprit) continue;
+    check(fault.peer == culprit, "fault %s, rank %d: peer %d, expected %d", name, rank, fault.peer,
+          culprit);
+    if (status != ALLNORM_DIVERGED) {
+      check_nan(last, rank, name);
       continue;
     }
-    for (int64_t row = 0; row < call.num_tokens; ++row) {
-      if (!op.out.empty()) {
-        const Matrix& out = op.out[static_cast<size_t>(rank)];
-        const float value = to_float(out.dtype, out.bits(row, 0));
-        check(value != value, "rank %d, row %lld is no NaN after a timeout", rank,
-              static_cast<long long>(row));
-      }
-      if (!quantized) continue;
-      const Quantized& result = op.quantized[static_cast<size_t>(rank)];
-      if (nvfp4) {
-        const auto begin = result.bytes.begin() + row * op.call.quantized_stride;
-        const bool zeros = std::all_of(begin, begin + quantized_row_bytes(call),
-                                       [](uint8_t byte) { return byte == 0; });
-        bool nan = true;
-        for (int64_t group = 0; group < scales_per_row(call); ++group) {
-          nan = nan && scale_byte(op.call, result, row, group) == 0x7f;
-        }
-        check(zeros && nan, "rank %d, row %lld: elements %s, scales %s after a timeout", rank,
-              static_cast<long long>(row), zeros ? "zero" : "left", nan ? "NaN" : "left");
-        continue;
-      }
-      const int64_t at = row * op.call.scale_row_stride;
-      const float scale = bit_cast<float>(result.scales[static_cast<size_t>(at)]);
-      check(scale != scale, "rank %d, row %lld: the scale is no NaN after a timeout", rank,
-            static_cast<long long>(row));
-      const int64_t first = row * op.call.quantized_stride;
-      check((result.bytes[static_cast<size_t>(first)] & 0x7f) == 0x7f,
-            "rank %d, row %lld: a quantized element is no NaN after a timeout", rank,
-            static_cast<long long>(row));
+    const int64_t tokens = rowless ? 0 : theirs.num_tokens;
+    check(fault.seen_op == op && fault.seen_tokens == static_cast<uint32_t>(tokens) &&
+              (fault.seen_shape == kMissingCall) == (kind == Fault::kMissingCall),
+          "fault %s, rank %d: seen operation %u of %u tokens, shape %x", name, rank, fault.seen_op,
+          fault.seen_tokens, fault.seen_shape);
+  }
+}
+
+AllnormCall sharded_call(int64_t num_tokens, int64_t hidden_size, int quant = ALLNORM_QUANT_NONE) {
+  return norm_call(ALLNORM_TWO_SHOT, num_tokens, hidden_size, ALLNORM_RESIDUAL_SHARDED, quant, 32);
+}
+
+TEST(missing_peers_and_different_calls) {
+  const AllnormCall one_shot = norm_call(ALLNORM_ONE_SHOT, 4, 256);
+  const AllnormCall two_shot = norm_call(ALLNORM_TWO_SHOT, 4, 256);
+  const AllnormCall quantized = norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_PER_GROUP, 32);
+  for (const Fault kind : {Fault::kNeverComes, Fault::kOtherRows, Fault::kOtherRounding}) {
+    for (const AllnormCall& call : {one_shot, two_shot, sharded_call(4, 256)}) {
+      test_fault<3>(kind, call, 1);
+    }
+  }
+  for (const bool normed : {false, true}) {
+    for (const Fault kind : {Fault::kNeverComes, Fault::kOtherQuantization}) {
+      test_fault<3>(kind, quantized, 1, normed);
+      test_fault<3>(kind, sharded_call(4, 256, ALLNORM_QUANT_PER_GROUP), 1, normed);
+    }
+    for (uint64_t seed = 0; seed < 4; ++seed) {
+      AllnormCall nvfp4 = norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_NVFP4);
+      if (seed < 2) nvfp4 = sharded_call(4, 256, ALLNORM_QUANT_NVFP4);
+      if (seed % 2 == 0) nvfp4.flags |= ALLNORM_SWIZZLED_SCALES;
+      test_fault<3>(Fault::kNeverComes, nvfp4, seed, normed);
     }
   }
 }
 
-// ---- a rank that is late, and what those that have failed meanwhile may do to it
+// In rows of 120 elements some lanes of a warp have no pack. Only the other lanes know that a rank
+// which answers the roll call sends nothing.
+TEST(peers_that_send_nothing_or_die) {
+  const AllnormCall one_shot = norm_call(ALLNORM_ONE_SHOT, 4, 120);
+  for (uint64_t seed = 0; seed < 12; ++seed) test_fault<3>(Fault::kSendsNothing, one_shot, seed);
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    for (const Fault kind : {Fault::kDiedBefore, Fault::kDiedAmid, Fault::kDiedAfter}) {
+      test_fault<3>(kind, one_shot, seed);
+      test_fault<3>(kind, sharded_call(4, 120), seed);
+    }
+  }
+}
+
+std::vector<AllnormCall> calls_of_every_kind() {
+  AllnormCall gather = norm_call(ALLNORM_TWO_SHOT, 7, 256);
+  gather.op = ALLNORM_ALL_GATHER_ROWS;
+  return {norm_call(ALLNORM_ONE_SHOT, 4, 256),
+          norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_PER_GROUP, 32),
+          norm_call(ALLNORM_TWO_SHOT, 4, 256),
+          norm_call(ALLNORM_TWO_SHOT, 200, 256),
+          sharded_call(7, 256),
+          sharded_call(7, 256, ALLNORM_QUANT_PER_GROUP),
+          gather};
+}
+
+TEST(missing_calls) {
+  for (const AllnormCall& call : calls_of_every_kind()) {
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+      for (const Fault kind : {Fault::kMissingCall, Fault::kNoRows}) {
+        test_fault<2>(kind, call, seed);
+        test_fault<3>(kind, call, seed, true, 3);
+      }
+    }
+  }
+}
+
+// Calls without rows on every rank are ordinary operations: the calls around them are correct.
+template <int kWorldSize>
+void test_calls_without_rows(const AllnormCall& call, uint64_t seed) {
+  Random random(seed);
+  FiberGroup group(kWorldSize, 0xfffffffe, kNever);
+  std::vector<Operation> operations;
+  for (int i = 0; i < 3; ++i) operations.push_back(make_operation(kWorldSize, random, call, true));
+  shim::Machine machine(kWorldSize, seed);
+  group.share_with(machine);
+  for (size_t i = 0; i < operations.size(); ++i) {
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      for (size_t k = 0; k <= i; ++k) {
+        launch_without_rows<kWorldSize>(
+            machine, rank, rowless_params(group.configs[r], call_tag(call, 0), &group.faults[r]));
+      }
+      launch<kWorldSize, Bfloat16>(machine, group.configs[r], operations[i], &group.faults[r]);
+    }
+  }
+  run_to_end(machine, "calls without rows", seed);
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
+    check(fault.status == ALLNORM_OK, "rank %d: status %d after calls without rows", rank,
+          fault.status);
+    for (size_t i = 0; i < operations.size(); ++i) {
+      compare(operations[i], rank, static_cast<int>(i));
+    }
+  }
+}
+
+TEST(calls_without_rows) {
+  for (const AllnormCall& call : calls_of_every_kind()) {
+    if (is_quantized(call)) continue;
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+      test_calls_without_rows<2>(call, seed);
+      test_calls_without_rows<3>(call, seed);
+    }
+  }
+}
+
+// ---- A rank that is late: its peers fail, and their later calls must not corrupt it
 
 enum class Kind { kOneShot, kTwoShot, kOwnedRows, kShardedQuantized, kShardedNvFp4, kGather };
 constexpr int kKinds = 6;
 
-// Of two ranks, words of any kind's second hop lie where every other kind has slots of its own.
+// With two ranks, the words that one kind stores in its second hop lie in slots of every other
+// kind.
 AllnormCall late_call(Kind kind, int dtype, int world_size) {
-  AllnormCall call = {};
-  call.struct_bytes = sizeof(call);
-  call.op = ALLNORM_ALL_REDUCE;
-  call.dtype = call.weight_dtype = dtype;
-  call.eps = 1e-5f;
-  call.hidden_size = world_size == 2 ? 512 : 256;
-  call.num_tokens = world_size;
-  call.algorithm = kind == Kind::kOneShot ? ALLNORM_ONE_SHOT : ALLNORM_TWO_SHOT;
-  if (kind == Kind::kGather) call.op = ALLNORM_ALL_GATHER_ROWS;
+  const int64_t hidden_size = world_size == 2 ? 512 : 256;
+  AllnormCall call = norm_call(ALLNORM_TWO_SHOT, world_size, hidden_size);
   if (kind == Kind::kShardedQuantized) {
-    call.op = ALLNORM_ADD_RMS_NORM;
-    call.flags = ALLNORM_RESIDUAL_SHARDED;
-    call.quant = ALLNORM_QUANT_PER_GROUP;
-    call.group_size = 32;
+    call = sharded_call(world_size, hidden_size, ALLNORM_QUANT_PER_GROUP);
+  } else if (kind == Kind::kShardedNvFp4) {
+    call = sharded_call(world_size, hidden_size, ALLNORM_QUANT_NVFP4);
+    call.flags |= ALLNORM_SWIZZLED_SCALES;
+  } else {
+    call.op = kind == Kind::kGather ? ALLNORM_ALL_GATHER_ROWS : ALLNORM_ALL_REDUCE;
   }
-  if (kind == Kind::kShardedNvFp4) {
-    static const float global = 70.0f;
-    call.op = ALLNORM_ADD_RMS_NORM;
-    call.flags = ALLNORM_RESIDUAL_SHARDED | ALLNORM_SWIZZLED_SCALES;
-    call.quant = ALLNORM_QUANT_NVFP4;
-    call.global_scale = &global;
-  }
+  if (kind == Kind::kOneShot) call.algorithm = ALLNORM_ONE_SHOT;
+  call.dtype = call.weight_dtype = dtype;
   return call;
 }
 
-// Two operations of kind `of`, four of kind `then`, each of half of a half: the fifth and the sixth
-// use the slots of the first two. One rank is stopped as soon as the others are
-// done with the first; they fail in the second or thereabouts, and run all the rest. Then it goes
-// on, to read what they have left there. Whatever a rank has for a result, also one that has
-// failed, is right or NaN.
+// Two operations of kind `of` and four of kind `then`, each in half of a half, so that the fifth
+// and sixth use the slots of the first two. One rank is stopped once its peers have finished the
+// first. They fail in the second or soon after, and run all the others. Then the stopped rank goes
+// on, and reads what they left in the slots. All results of all ranks must be right or NaN.
 template <int kWorldSize>
 void test_late_peer(Kind of, Kind then, int dtype, int then_dtype, uint64_t seed) {
   constexpr int kOperations = 6;
-  // More than the least of their calls takes is in half of a half, and less in a unit.
+  // Every call takes half of a half: the smallest one does not fit into a unit.
   constexpr int64_t kUnitBytes = 256 * (kWorldSize + 1);
   constexpr int64_t kWorkspace = PushControl::kBytes + 20 * kHalfUnits * kUnitBytes;
   Random random(seed);
   const int late = static_cast<int>(random.below(kWorldSize));
-  FiberGroup group(kWorldSize, 41, /*timeout_ns=*/2'000'000, kWorkspace);
+  FiberGroup group(kWorldSize, 41, kTimeoutNs, kWorkspace);
   std::vector<Operation> operations;
   for (int i = 0; i < kOperations; ++i) {
     const AllnormCall call = late_call(i < 2 ? of : then, i < 2 ? dtype : then_dtype, kWorldSize);
     Operation op = make_operation(kWorldSize, random, call, !is_quantized(call));
     op.cluster_size = 1;
     op.num_blocks = 2;
-    // Rows with owners, each row of one.
+    // A dense grid of two_shot assigns whole rows to owners.
     op.dense = (i < 2 ? of : then) == Kind::kOwnedRows;
     const SlotBytes slot = slot_bytes(kWorldSize, op.call);
     const int64_t bytes = (call.num_tokens + slot.rows - 1) / slot.rows * slot.bytes;
     check(PushLayout::units(kWorkspace, bytes) == kHalfUnits / 2, "%lld bytes are not half a half",
           static_cast<long long>(bytes));
-    // Finite, and no two operations alike.
+    // Finite, and different in every operation.
     for (Matrix& x : op.x) {
       for (int64_t row = 0; row < x.rows; ++row) {
         for (int64_t j = 0; j < x.columns; ++j) {
@@ -193,44 +315,40 @@ void test_late_peer(Kind of, Kind then, int dtype, int then_dtype, uint64_t seed
     op.residual.reset();
     operations.push_back(std::move(op));
   }
-  const auto run = [&](shim::Machine& machine, int rank, Operation& op) {
-    const auto r = static_cast<size_t>(rank);
-    if constexpr (kWorldSize == 2) {
-      launch<kWorldSize, Bfloat16, Float32>(machine, group.configs[r], op, &group.faults[r]);
-    } else {
-      launch<kWorldSize, Bfloat16>(machine, group.configs[r], op, &group.faults[r]);
-    }
-  };
-  // Where one rank is ahead of the others it may be done as soon as they have sent, and they are
-  // stopped before they have read.
+  // A rank that runs first may finish as soon as its peers have sent, and they are then stopped
+  // before they have read.
   shim::Machine machine(kWorldSize, seed, shim::Schedule::kRankFirst);
   group.share_with(machine);
   for (int rank = 0; rank < kWorldSize; ++rank) {
-    for (Operation& op : operations) run(machine, rank, op);
+    const auto r = static_cast<size_t>(rank);
+    for (Operation& op : operations) {
+      if constexpr (kWorldSize == 2) {
+        launch<kWorldSize, Bfloat16, Float32>(machine, group.configs[r], op, &group.faults[r]);
+      } else {
+        launch<kWorldSize, Bfloat16>(machine, group.configs[r], op, &group.faults[r]);
+      }
+    }
   }
-  const auto others_have = [&](uint32_t launches) {
+  const uint32_t first = num_launches(operations[0], kWorldSize);
+  bool ends = machine.run(kMaxTurns, [&] {
     bool all = true;
     for (int rank = 0; rank < kWorldSize; ++rank) {
-      all = all && (rank == late || machine.completed(rank) >= launches);
+      all = all && (rank == late || machine.completed(rank) >= first);
     }
     return all;
-  };
-  const uint32_t first = num_launches(operations[0], kWorldSize);
-  bool ends = machine.run(kMaxTurns, [&] { return others_have(first); });
+  });
   machine.hold(late);
   ends = ends && machine.run(kMaxTurns);
   bool failed = false;
-  for (int rank = 0; rank < kWorldSize; ++rank) {
-    failed = failed || group.has_failed(rank);
-  }
+  for (int rank = 0; rank < kWorldSize; ++rank) failed = failed || group.has_failed(rank);
   machine.hold(-1);
   ends = ends && machine.run(kMaxTurns);
   const int kinds[] = {static_cast<int>(of), static_cast<int>(then)};
   if (!check(ends, "late peer, world size %d, kinds %d and %d: does not end", kWorldSize, kinds[0],
              kinds[1])) {
-    std::_Exit(testing::result());  // fibers are still there
+    std::_Exit(testing::result());  // fibers cannot be destroyed
   }
-  check(failed, "late peer, world size %d, kinds %d and %d: nobody missed it", kWorldSize, kinds[0],
+  check(failed, "late peer, world size %d, kinds %d and %d: no peer failed", kWorldSize, kinds[0],
         kinds[1]);
   for (int i = 0; i < kOperations; ++i) {
     const Operation& op = operations[static_cast<size_t>(i)];
@@ -258,8 +376,8 @@ void test_late_peers() {
     if (kWorldSize > 2) continue;
     test_late_peer<kWorldSize>(of, then, ALLNORM_BFLOAT16, ALLNORM_FLOAT32, ++seed);
     test_late_peer<kWorldSize>(of, then, ALLNORM_FLOAT32, ALLNORM_BFLOAT16, ++seed);
-    // A NaN of 16 bits harms who reads e4m3 only if the scale has come, and the element is not
-    // read.
+    // A 16-bit NaN corrupts a reader of e4m3 only between the arrival of the scale and that of the
+    // element, which takes several seeds to meet.
     const bool sums = then == Kind::kTwoShot || then == Kind::kOwnedRows;
     for (int i = 0; of == Kind::kShardedQuantized && sums && i < 6; ++i) {
       test_late_peer<kWorldSize>(of, then, ALLNORM_BFLOAT16, ALLNORM_BFLOAT16, ++seed);
@@ -267,32 +385,13 @@ void test_late_peers() {
   }
 }
 
+TEST(late_peers) {
+  test_late_peers<2>();
+  if (shim::watched())
+    return;  // ThreadSanitizer takes a minute for each, and suppresses slots here
+  test_late_peers<3>();
+  test_late_peers<4>();
+}
+
 }  // namespace
 }  // namespace allnorm
-
-int main() {
-  using namespace allnorm;
-  test_late_peers<2>();
-  if (!shim::watched()) {  // which has slots suppressed here, and takes a minute for each
-    test_late_peers<3>();
-    test_late_peers<4>();
-  }
-  for (const Fault kind : {Fault::kNeverComes, Fault::kOtherRows, Fault::kOtherRounding}) {
-    test_fault(kind, false, false, true);
-    test_fault(kind, false, true, true);
-  }
-  for (uint64_t seed = 0; seed < 12; ++seed) {
-    test_fault(Fault::kSendsNothing, false, false, true, seed);
-  }
-  for (const Fault kind : {Fault::kNeverComes, Fault::kOtherQuantization}) {
-    for (const bool sharded : {false, true}) {
-      test_fault(kind, true, sharded, false);
-      test_fault(kind, true, sharded, true);
-    }
-  }
-  for (uint64_t seed = 0; seed < 4; ++seed) {
-    test_fault(Fault::kNeverComes, true, seed % 4 < 2, false, seed, /*nvfp4=*/true);
-    test_fault(Fault::kNeverComes, true, seed % 4 < 2, true, seed, /*nvfp4=*/true);
-  }
-  return testing::result();
-}

@@ -1,5 +1,5 @@
-// The CUDA kernels themselves, compiled with g++ over fibers (tests/shim): every transport, variant
-// and dtype at several world sizes, bit for bit against the numerics page, in random interleavings.
+// The CUDA kernels with simulated GPUs (tests/shim): every transport, variant and dtype at several
+// world sizes, compared with the numerics page bit for bit, in random interleavings.
 #include <utility>
 #include <vector>
 
@@ -10,30 +10,9 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-// Calls one after the other on one workspace, all ranks running ahead as far as they can.
 template <int kWorldSize>
 void test_operations(std::vector<Operation> operations, uint64_t seed, uint32_t first_op) {
-  FiberGroup group(kWorldSize, first_op, /*timeout_ns=*/int64_t{1} << 60);
-  shim::Machine machine(kWorldSize, seed, static_cast<shim::Schedule>(seed % shim::kSchedules));
-  group.share_with(machine);
-  for (Operation& op : operations) {
-    for (size_t rank = 0; rank < kWorldSize; ++rank) {
-      launch<kWorldSize, Float32, Float16, Bfloat16>(machine, group.configs[rank], op,
-                                                     &group.faults[rank]);
-    }
-  }
-  if (!check(machine.run(kMaxTurns), "world size %d, seed %llu: does not end", kWorldSize,
-             static_cast<unsigned long long>(seed))) {
-    return;
-  }
-  uint32_t next_op = first_op;
-  for (size_t i = 0; i < operations.size(); ++i) {
-    for (int rank = 0; rank < kWorldSize; ++rank) {
-      compare(operations[i], rank, static_cast<int>(i));
-    }
-    next_op += num_launches(operations[i], kWorldSize);
-  }
-  group.check_at_rest(next_op);
+  run_operations<kWorldSize, AllKernels, Float32, Float16, Bfloat16>(operations, seed, first_op);
 }
 
 template <int kWorldSize>
@@ -46,8 +25,8 @@ void test_random(uint64_t seed, int num_operations, uint32_t first_op) {
   test_operations<kWorldSize>(std::move(operations), seed, first_op);
 }
 
-// Groups of several warps, whose greatest magnitudes go from warp to warp and, in the widest
-// clusters, from block to block.
+// Groups wider than a warp, or than a block in the widest clusters: their maximum is reduced over
+// warps and blocks.
 template <int kWorldSize>
 void test_wide_groups(uint64_t seed) {
   Random random(seed);
@@ -59,16 +38,9 @@ void test_wide_groups(uint64_t seed) {
     for (const Way& way :
          {Way{ALLNORM_ONE_SHOT, 0, 1}, Way{ALLNORM_ONE_SHOT, 0, 4}, Way{ALLNORM_TWO_SHOT, 0, 2},
           Way{ALLNORM_TWO_SHOT, 0, 8}, Way{ALLNORM_TWO_SHOT, ALLNORM_RESIDUAL_SHARDED, 8}}) {
-      AllnormCall call = {};
-      call.op = ALLNORM_ADD_RMS_NORM;
-      call.algorithm = way.algorithm;
-      call.flags = way.flags;
+      AllnormCall call = norm_call(way.algorithm, 1 + random.below(4), 512 * (2 + random.below(3)),
+                                   way.flags, ALLNORM_QUANT_PER_GROUP, 512);
       call.dtype = call.weight_dtype = dtype;
-      call.eps = 1e-5f;
-      call.num_tokens = 1 + random.below(4);
-      call.hidden_size = 512 * (2 + random.below(3));
-      call.quant = ALLNORM_QUANT_PER_GROUP;
-      call.group_size = 512;
       call.scale_format = static_cast<int32_t>(random.below(3));
       Operation op = make_operation(kWorldSize, random, call, random.below(2) == 0);
       op.cluster_size = way.cluster_size;
@@ -79,11 +51,7 @@ void test_wide_groups(uint64_t seed) {
   test_operations<kWorldSize>(std::move(operations), seed, static_cast<uint32_t>(seed));
 }
 
-}  // namespace
-}  // namespace allnorm
-
-int main() {
-  using namespace allnorm;
+TEST(random_operations) {
   for (uint64_t seed = 1; seed <= 6; ++seed) {
     test_random<2>(seed, 8, seed == 1 ? 0xfffffffdu : 0x7ffffffdu);
     test_random<3>(seed, 8, static_cast<uint32_t>(seed));
@@ -93,7 +61,12 @@ int main() {
     test_random<7>(seed, 5, 0xffffffffu);
     test_random<8>(seed, 5, 0);
   }
+}
+
+TEST(wide_groups) {
   test_wide_groups<2>(1);
   test_wide_groups<3>(2);
-  return testing::result();
 }
+
+}  // namespace
+}  // namespace allnorm

@@ -1,6 +1,6 @@
-// The local kernels, of `unfused` and of the norm of a reduced tensor, over fibers (tests/shim):
-// every dtype, any hidden_size, as many sources as a group may have ranks; bit for bit against the
-// numerics page.
+// The local kernels, of unfused calls and of norms of reduced tensors, with simulated GPUs
+// (tests/shim): every dtype, odd hidden sizes, and up to as many sources as a group has ranks,
+// compared with the numerics page bit for bit.
 #include <vector>
 
 #include "gpu/kernel_table.cuh"
@@ -14,27 +14,25 @@ using namespace testing;  // NOLINT: a test
 template <class T, KernelKind kKind>
 void run_local(const AllnormCall& of, uint64_t seed) {
   Random random(seed);
-  // Of one alone experts may be what it is made of.
+  // Only a single source may be a sum of experts.
   const auto sources =
       random.below(2) == 0 ? 1 : static_cast<int>(1 + random.below(kPushMaxWorldSize));
   AllnormCall call = of;
   call.flags = 0;
-  call.dtype = call.weight_dtype = kDtypeOf<T>;
+  call.dtype = kDtypeOf<T>;
   const bool sums_alone = random.below(6) == 0 && of.quant == ALLNORM_QUANT_NONE;
   call.op = sums_alone ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
-  call.num_tokens = static_cast<int64_t>(1 + random.below(6));
-  if (!sums_alone) random_change(call, random);
+  call.num_tokens = 1 + random.below(6);
+  random_arithmetic(call, random);
   if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
   if (random.below(2) == 0) call.flags |= of.flags;
   Operation op = make_operation(sources, random, call, random.below(2) == 0);
   if (sources == 1) random_experts(op, random, kKind == KernelKind::kLocalAny ? 1 : 8, 1);
-  // One matrix that holds all sources, one after the other.
+  // A matrix of all sources, one below the other.
   Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
   for (int64_t row = 0; row < stacked.rows; ++row) {
     const Matrix& x = op.x[static_cast<size_t>(row / call.num_tokens)];
-    for (int64_t i = 0; i < call.hidden_size; ++i) {
-      stacked.set_bits(row, i, x.bits(row % call.num_tokens, i));
-    }
+    set_row(stacked, row, row_of(x, row % call.num_tokens));
   }
   call = call_of(op, 0);
   const int64_t row_bytes = call.hidden_size * testing::element_bytes(call.dtype);
@@ -73,9 +71,7 @@ void run_local(const AllnormCall& of, uint64_t seed) {
 template <class T, KernelKind kKind>
 void test_local(int64_t hidden_size, uint64_t seed) {
   AllnormCall call = {};
-  call.eps = 1e-5f;
   call.hidden_size = hidden_size;
-  call.numerics = static_cast<int32_t>(seed % 4);
   run_local<T, kKind>(call, seed);
   call.quant = ALLNORM_QUANT_PER_TOKEN;
   run_local<T, kKind>(call, seed);
@@ -87,7 +83,7 @@ void test_local(int64_t hidden_size, uint64_t seed) {
     call.hidden_size = (hidden_size + call.group_size - 1) / call.group_size * call.group_size;
     run_local<T, kKind>(call, seed);
   }
-  // In one half of the calls with scales in tiles.
+  // Half of these calls have their scales in tiles.
   call.flags = ALLNORM_SWIZZLED_SCALES;
   call.group_size = 32;
   call.scale_format = ALLNORM_SCALE_UE8M0;
@@ -103,17 +99,9 @@ void test_local(int64_t hidden_size, uint64_t seed) {
   run_local<T, kKind>(call, seed + 1);
 }
 
-}  // namespace
-}  // namespace allnorm
-
-int main() {
-  using namespace allnorm;
-#if defined(__SANITIZE_THREAD__)
-  constexpr uint64_t kSeeds = 10;  // ten times slower
-#else
-  constexpr uint64_t kSeeds = 40;
-#endif
-  for (uint64_t seed = 0; seed < kSeeds; seed += 10) {
+TEST(local_kernels) {
+  const uint64_t seeds = shim::watched() ? 10 : 40;
+  for (uint64_t seed = 0; seed < seeds; seed += 10) {
     test_local<Bfloat16, KernelKind::kLocalAligned>(2888, seed + 1);
     test_local<Bfloat16, KernelKind::kLocalAny>(4095, seed + 2);
     test_local<Float16, KernelKind::kLocalAny>(7, seed + 3);
@@ -124,5 +112,7 @@ int main() {
     test_local<Float32, KernelKind::kLocalRows>(120, seed + 8);
     test_local<Bfloat16, KernelKind::kLocalRows>(8, seed + 9);
   }
-  return testing::result();
 }
+
+}  // namespace
+}  // namespace allnorm

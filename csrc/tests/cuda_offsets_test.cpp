@@ -1,5 +1,4 @@
-// Offsets beyond 2^31: one thread's part of what has so many elements that all of them would take
-// minutes.
+// Offsets beyond 2^31. Runs the part of one thread only, because all threads would take minutes.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -14,7 +13,7 @@ namespace {
 
 using testing::check;
 
-// Memory of any size, of which little is touched.
+// Address space of any size; only the touched pages use memory.
 class Vast {
  public:
   explicit Vast(size_t bytes) : bytes_(bytes) {
@@ -30,8 +29,9 @@ class Vast {
   void* address_;
 };
 
-// 2^31 scales of padding and more, in columns as FP8 GEMMs want them.
-void test_padding_of_scales() {
+// More than 2^31 padding scales, in columns, as FP8 GEMMs expect them.
+TEST(padding_of_scales) {
+  const shim::Machine machine(1, 1);  // stores ask it whether their memory is shared
   constexpr int kGroups = 1 << 15, kRows = (1 << 16) + 3;
   constexpr int64_t kFirst = 5, kColumn = 4 * (kFirst + kRows);
   const Vast scales(static_cast<size_t>(kColumn * kGroups));
@@ -53,13 +53,13 @@ void test_padding_of_scales() {
           static_cast<long long>(cleared), kRows);
     check(column[kFirst - 1] == ~0u, "group %d: a scale of a row is zero", group);
   }
-  // The scale of a row there.
+  // The scale of the last row.
   E4m3<Bfloat16>::store_scale(params, kFirst + kRows - 1, kGroups - 1, 2.0f);
   const char* const last = scales.data() + kColumn * kGroups - 4;
-  check(*reinterpret_cast<const float*>(last) == 2.0f, "a scale was stored elsewhere");
+  check(*reinterpret_cast<const float*>(last) == 2.0f, "a scale was stored at a wrong address");
 }
 
-void test_layout() {
+TEST(layout) {
   const ShardedLayout layout = {.world_size = 8,
                                 .packs = 1 << 29,
                                 .element_bytes = 8,
@@ -74,10 +74,3 @@ void test_layout() {
 
 }  // namespace
 }  // namespace allnorm
-
-int main() {
-  const allnorm::shim::Machine machine(1, 1);  // Stores ask it whether their memory is shared.
-  allnorm::test_padding_of_scales();
-  allnorm::test_layout();
-  return allnorm::testing::result();
-}

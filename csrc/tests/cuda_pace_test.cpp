@@ -1,5 +1,6 @@
-// When rows may be sent (gpu/pace.cuh), over fibers (tests/shim), whose time passes by turns of
-// the scheduler: every cluster begins and goes on when it is due, not before and not long after.
+// The pace of sending rows (gpu/pace.cuh), with simulated GPUs (tests/shim), whose clock advances
+// with each turn of the scheduler: every cluster starts and continues when it is due, not earlier
+// and not much later.
 #include <cstdint>
 #include <vector>
 
@@ -13,7 +14,7 @@ namespace {
 using testing::check;
 
 constexpr int kClusters = 6, kTurns = 5;
-// A microsecond is a turn, and in each of them a thread that waits looks at the clock.
+// A turn takes a microsecond, and a waiting thread reads the clock in each turn.
 constexpr int64_t kMostLateNs = 400'000;
 
 struct Times {
@@ -22,7 +23,7 @@ struct Times {
   int64_t turn[kTurns] = {};
 };
 
-// What the clusters of a launch do, each a thread of its own.
+// Runs a launch whose clusters each have one thread, and returns their times.
 std::vector<Times> run(int row_ps, int turns, uint64_t seed) {
   std::vector<Times> all(kClusters);
   shim::Machine machine(1, seed);
@@ -39,7 +40,7 @@ std::vector<Times> run(int row_ps, int turns, uint64_t seed) {
                          turn = DeviceClock::now_ns();
                        }
                      }});
-  check(machine.run(1'000'000), "a pace that does not end");
+  check(machine.run(1'000'000), "a paced launch does not end");
   return all;
 }
 
@@ -66,17 +67,14 @@ void test_no_pace(uint64_t seed) {
   }
 }
 
-}  // namespace
-}  // namespace allnorm
-
-int main() {
-  using namespace allnorm;
+TEST(pace) {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     test_pace(300'000, 0, seed);
     test_pace(300'000, 1, seed);
     test_no_pace(seed);
   }
-  // The slowest rate of all: 1 ms a row, turns of 6.
-  test_pace(1'000'000, 1, 99);
-  return testing::result();
+  test_pace(1'000'000, 1, 99);  // the slowest rate: 1 ms per row
 }
+
+}  // namespace
+}  // namespace allnorm

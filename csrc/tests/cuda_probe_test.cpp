@@ -1,5 +1,5 @@
-// The probe of new workspaces over fibers (tests/shim): every peer gets the word of every rank, and
-// a rank whose stores are lost is missing on the peers that lost them, and on no other.
+// The probe of new workspaces, with simulated GPUs (tests/shim): every rank receives the word of
+// every peer. If stores of one rank to a peer are lost, only that word is missing.
 #include <cstring>
 #include <vector>
 
@@ -15,7 +15,7 @@ using testing::check;
 void test_probe(int world_size, uint64_t seed, int deaf) {
   const auto count = static_cast<size_t>(world_size);
   std::vector<std::vector<char>> workspaces(count, std::vector<char>(PushControl::kBytes));
-  // Where the stores to `deaf` end that go through a broken mapping: those of the rank before it.
+  // The target of the lost stores: those of rank `lost` to rank `deaf`, through a broken mapping.
   std::vector<char> nowhere(PushControl::kBytes);
   const int lost = deaf < 0 ? -1 : (deaf + world_size - 1) % world_size;
   shim::Machine machine(world_size, seed);
@@ -56,14 +56,13 @@ void test_probe(int world_size, uint64_t seed, int deaf) {
   }
 }
 
-}  // namespace
-}  // namespace allnorm
-
-int main() {
-  for (int world_size = 2; world_size <= allnorm::kPushMaxWorldSize; ++world_size) {
+TEST(probe) {
+  for (int world_size = 2; world_size <= kPushMaxWorldSize; ++world_size) {
     for (uint64_t seed = 0; seed < 3; ++seed) {
-      for (int deaf = -1; deaf < world_size; ++deaf) allnorm::test_probe(world_size, seed, deaf);
+      for (int deaf = -1; deaf < world_size; ++deaf) test_probe(world_size, seed, deaf);
     }
   }
-  return allnorm::testing::result();
 }
+
+}  // namespace
+}  // namespace allnorm

@@ -1,5 +1,4 @@
-// Ranks whose devices are made of fibers (tests/shim): what the tests of the fused CUDA kernels
-// share.
+// Ranks with simulated GPUs (tests/shim), for the tests of the fused CUDA kernels.
 #ifndef ALLNORM_TESTS_CUDA_RANKS_H_
 #define ALLNORM_TESTS_CUDA_RANKS_H_
 
@@ -14,7 +13,7 @@ namespace allnorm::testing {
 constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
 
-// Runs a kernel that the table has, with what it takes of `params`.
+// Runs a kernel of the table of kernels, with its part of `params`.
 inline void run_kernel(const void* kernel, KernelKind kind, const OwnedRowsParams& params) {
   if (kind >= KernelKind::kOwnedSum) {
     reinterpret_cast<void (*)(OwnedRowsParams)>(const_cast<void*>(kernel))(params);
@@ -23,7 +22,7 @@ inline void run_kernel(const void* kernel, KernelKind kind, const OwnedRowsParam
   }
 }
 
-// `few`: the launch has few blocks. Of calls that have a kernel for that.
+// `few`: the launch has few blocks, and the call has a kernel for that.
 inline KernelKind kind_of(const Operation& op, int world_size, bool few) {
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS) return KernelKind::kOwnedGiven;
   if (is_sharded(op.call) || makes_sums(op.call)) return KernelKind::kOwnedFinished;
@@ -35,42 +34,50 @@ inline KernelKind kind_of(const Operation& op, int world_size, bool few) {
   return op.dense ? KernelKind::kOneShotDense : KernelKind::kOneShot;
 }
 
-// What one rank runs of the kernels that are compiled for kWorldSize.
-template <class T, int kWorldSize>
-void run_kernel(const OwnedRowsParams& params, const Operation& op, int world_size) {
-  // Each rank may have a limit of blocks of its own, and ranks with a dense x take kernels without
-  // experts while their peers sum experts.
-  Features needs = needs_of(op.call);
-  needs.experts = params.fused.experts.top_k != 0;
-  needs.post_step = op.post_weight != nullptr || (op.call.flags & ALLNORM_SCALED) != 0;
-  const bool few = needs == kBasic && (op.call.num_tokens + params.fused.rank) % 2 == 0;
-  const KernelKey key = {.kind = kind_of(op, world_size, few),
-                         .world_size = world_size,
-                         .format = format_of(op.call),
-                         .needs = needs};
-  run_kernel(find_kernel<T, kWorldSize>(key), key.kind, params);
-}
+// Runs the kernel of one rank, among the kernels compiled for kWorldSize.
+struct AllKernels {
+  template <class T, int kWorldSize>
+  static void run(const OwnedRowsParams& params, const Operation& op, int world_size) {
+    // Ranks may have different limits of blocks, and a rank with a dense x takes a kernel without
+    // experts while its peers sum experts.
+    Features needs = needs_of(op.call);
+    needs.experts = params.fused.experts.top_k != 0;
+    const bool few = needs == kBasic && (op.call.num_tokens + params.fused.rank) % 2 == 0;
+    const KernelKey key = {.kind = kind_of(op, world_size, few),
+                           .world_size = world_size,
+                           .format = format_of(op.call),
+                           .needs = needs};
+    run_kernel(find_kernel<T, kWorldSize>(key), key.kind, params);
+  }
+};
 
-// How one rank launches its part, if not as usual.
+// Options of a launch of one rank.
 struct LaunchOn {
   int stream = 0;
   bool dependent = true;
-  int num_blocks = 0;  // 0: as the operation says
+  int num_blocks = 0;  // 0: that of the operation
 };
 
-// Enqueues rank `config.rank`'s part, of one of the element types given.
-template <int kWorldSize, class... Types>
-void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& op,
-            AllnormFault* fault, const LaunchOn& on = {}) {
+// Calls with many rows are cut in two launches.
+inline int64_t rows_of_first_launch(const Operation& op, int world_size) {
+  const int64_t half = op.call.num_tokens / 2 / world_size * world_size;
+  return half > 0 && op.call.num_tokens % 3 == 0 ? half : op.call.num_tokens;
+}
+inline uint32_t num_launches(const Operation& op, int world_size) {
+  return rows_of_first_launch(op, world_size) < op.call.num_tokens ? 2 : 1;
+}
+
+// Enqueues the launches of rank `config.rank`. The dtype of the operation is one of Types.
+template <int kWorldSize, class Kernels, class... Types>
+void launch_kernels(shim::Machine& machine, const AllnormCommConfig& config, Operation& op,
+                    AllnormFault* fault, const LaunchOn& on = {}) {
   const AllnormCall call = call_of(op, config.rank);
-  // Tall calls go in two launches.
-  const int64_t half = call.num_tokens / 2 / kWorldSize * kWorldSize;
-  const bool cut = half > 0 && call.num_tokens % 3 == 0;
+  const int64_t cut = rows_of_first_launch(op, kWorldSize);
   for (int64_t first = 0; first < call.num_tokens;) {
-    const int64_t count = cut && first == 0 ? half : call.num_tokens - first;
+    const int64_t count = first == 0 ? cut : call.num_tokens - first;
     OwnedRowsParams params = owned_rows_params(config, call, first, count, fault);
-    // A link so slow that a row is not due yet when the one before has been received: here that
-    // takes longer than on a GPU, and no rate that a call may have is as low.
+    // Simulates a link so slow that a row is not due yet when the previous one has been received.
+    // Receiving takes longer here than on a GPU, so the slowest allowed link would be too fast.
     if (call.num_tokens % 2 == 0) params.fused.row_ps *= 32;
     machine.launch(
         config.rank,
@@ -82,18 +89,27 @@ void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& 
          .kernel =
              [params, &op] {
                (..., (kDtypeOf<Types> == op.call.dtype
-                          ? run_kernel<Types, compiled_world_size<Types>(kWorldSize)>(params, op,
-                                                                                      kWorldSize)
+                          ? Kernels::template run<Types, compiled_world_size<Types>(kWorldSize)>(
+                                params, op, kWorldSize)
                           : void()));
              }},
         on.stream);
     first += count;
   }
 }
-// How many launches that makes.
-inline uint32_t num_launches(const Operation& op, int world_size) {
-  const int64_t half = op.call.num_tokens / 2 / world_size * world_size;
-  return half > 0 && op.call.num_tokens % 3 == 0 ? 2 : 1;
+template <int kWorldSize, class... Types>
+void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& op,
+            AllnormFault* fault, const LaunchOn& on = {}) {
+  launch_kernels<kWorldSize, AllKernels, Types...>(machine, config, op, fault, on);
+}
+
+// Runs all launches. If they do not end, ends the program, because fibers cannot be destroyed.
+inline void run_to_end(shim::Machine& machine, const char* what, uint64_t seed) {
+  if (check(machine.run(kMaxTurns), "%s, seed %llu: does not end", what,
+            static_cast<unsigned long long>(seed))) {
+    return;
+  }
+  std::_Exit(result());
 }
 
 // The workspaces and fault records of a group of ranks.
@@ -131,15 +147,15 @@ struct FiberGroup {
     }
   }
 
-  // Whether an operation of `rank` has failed, asked while grids are under way: its fault record,
-  // which is no atomic, may be read only once they have ended.
+  // Returns whether an operation of `rank` has failed, also while grids run. Its fault record is
+  // not atomic and may only be read after they have ended.
   bool has_failed(int rank) const {
     const char* own = reinterpret_cast<const char*>(workspaces[static_cast<size_t>(rank)].data());
     const auto* mark = reinterpret_cast<const uint64_t*>(own + PushControl::kPoisoned);
     return __atomic_load_n(mark, __ATOMIC_RELAXED) != 0;
   }
 
-  // After the last operation every slot is empty and every counter says the same.
+  // After the last operation, every slot is empty, and all counters are equal.
   void check_at_rest(uint32_t next_op) const {
     for (size_t rank = 0; rank < workspaces.size(); ++rank) {
       const char* own = reinterpret_cast<const char*>(workspaces[rank].data());
@@ -160,10 +176,48 @@ struct FiberGroup {
     }
   }
 
+  // Makes a rank fail in operation `op`: it still answers the roll call, but sends no rows.
+  void fail_in(int rank, uint32_t op) {
+    const uint64_t poison = 1ull << 32 | op;
+    char* const own = reinterpret_cast<char*>(workspaces[static_cast<size_t>(rank)].data());
+    memcpy(own + PushControl::kPoisoned, &poison, sizeof(poison));
+  }
+
   std::vector<std::vector<Pack>> workspaces;
   std::vector<AllnormFault> faults;
   std::vector<AllnormCommConfig> configs;
 };
+
+// Checks all results of operations that ran one after the other.
+template <class Operations>
+void check_results(const FiberGroup& group, const Operations& operations, uint32_t first_op) {
+  const int world_size = static_cast<int>(group.configs.size());
+  uint32_t next_op = first_op;
+  int number = 0;
+  for (const Operation& op : operations) {
+    for (int rank = 0; rank < world_size; ++rank) compare(op, rank, number);
+    next_op += num_launches(op, world_size);
+    ++number;
+  }
+  group.check_at_rest(next_op);
+}
+
+// Runs operations one after the other in one workspace, where every rank runs ahead as far as it
+// can, and checks all results.
+template <int kWorldSize, class Kernels, class... Types, class Operations>
+void run_operations(Operations& operations, uint64_t seed, uint32_t first_op) {
+  FiberGroup group(kWorldSize, first_op, /*timeout_ns=*/int64_t{1} << 60);
+  shim::Machine machine(kWorldSize, seed, static_cast<shim::Schedule>(seed % shim::kSchedules));
+  group.share_with(machine);
+  for (Operation& op : operations) {
+    for (size_t rank = 0; rank < kWorldSize; ++rank) {
+      launch_kernels<kWorldSize, Kernels, Types...>(machine, group.configs[rank], op,
+                                                    &group.faults[rank]);
+    }
+  }
+  run_to_end(machine, "operations", seed);
+  check_results(group, operations, first_op);
+}
 
 }  // namespace allnorm::testing
 #endif  // ALLNORM_TESTS_CUDA_RANKS_H_

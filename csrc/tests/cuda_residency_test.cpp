@@ -1,14 +1,13 @@
-// Devices that do not hold every block at once, several streams on them, and other people's kernels
-// between calls: what always ends right, and what ends with a deadline. Over fibers (tests/shim).
+// Devices that cannot hold all blocks at once, several streams, and foreign kernels between calls:
+// which cases are always correct, and which may time out. With simulated GPUs (tests/shim).
 //
-// A grid that waits for peers keeps its blocks' room until they come. docs/protocol.md, "Room on
-// the device", has the rules that are tried here.
+// A grid that waits for its peers keeps the resources of its blocks. The rules are in
+// docs/protocol.md, "Room on the device".
 #include <deque>
 
 #include "tests/cuda_ranks.h"
 
-// As in cuda_faults_test: what ranks that have failed leave in slots, and marks of failures, are no
-// races that matter.
+// Harmless races: see cuda_faults_test.cpp.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:atomicCAS\nrace:shim::Model::stores\nrace:shim::Model::loads\n";
 }
@@ -21,22 +20,16 @@ using shim::Completion;
 using shim::Schedule;
 
 constexpr int kWorldSize = 2, kOperations = 4;
-// Blocks of the smallest grid: one serves the exchange, one works.
+// Blocks of the smallest grid: the service cluster, and one with rows.
 constexpr int kGrid = 2;
 constexpr int64_t kNoTimeout = int64_t{1} << 60, kTimeoutNs = 2'000'000;
 
-// Every algorithm, few small rows.
+// Operations of every algorithm, with few small rows.
 std::deque<Operation> make_operations(Random& random, int64_t num_tokens) {
   std::deque<Operation> operations;
   for (int i = 0; i < kOperations; ++i) {
-    AllnormCall call = {};
-    call.struct_bytes = sizeof(call);
-    call.op = i % 3 == 2 ? ALLNORM_ALL_GATHER_ROWS : ALLNORM_ADD_RMS_NORM;
-    call.algorithm = static_cast<int32_t>(random.below(2));
-    call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
-    call.eps = 1e-5f;
-    call.hidden_size = 64;
-    call.num_tokens = num_tokens;
+    AllnormCall call = norm_call(static_cast<int>(random.below(2)), num_tokens, 64);
+    if (i % 3 == 2) call.op = ALLNORM_ALL_GATHER_ROWS;
     Operation op = make_operation(kWorldSize, random, call, true);
     op.cluster_size = 1;
     op.num_blocks = kGrid;
@@ -45,13 +38,13 @@ std::deque<Operation> make_operations(Random& random, int64_t num_tokens) {
   return operations;
 }
 
-// The first operation of a communicator: an even one has ALLNORM_LATE_TRIGGER.
+// The number of the first operation. FiberGroup sets ALLNORM_LATE_TRIGGER if it is even.
 uint32_t first_op(bool late_trigger) { return late_trigger ? 40 : 41; }
 
 struct Outcome {
   int timeouts = 0;
   int diverged = 0;
-  int64_t wrong = 0;  // elements that are not right; where a rank has failed, nor NaN
+  int64_t wrong = 0;  // wrong elements; after a failure NaN is right
 };
 
 void judge(const std::deque<Operation>& operations, const FiberGroup& group, Outcome& outcome) {
@@ -73,16 +66,8 @@ void judge(const std::deque<Operation>& operations, const FiberGroup& group, Out
   }
 }
 
-void run_to_end(shim::Machine& machine, const char* what, uint64_t seed) {
-  if (check(machine.run(kMaxTurns), "%s, seed %llu: does not end", what,
-            static_cast<unsigned long long>(seed))) {
-    return;
-  }
-  std::_Exit(result());  // fibers are still there
-}
-
-// Two communicators, each on a stream of its own of every rank, which launch in opposite orders.
-// `grids`: blocks of a grid of each rank; `limits`: of its device.
+// Two communicators on different streams, and ranks that launch their calls in opposite orders.
+// `grids`: blocks of a grid of each rank. `limits`: blocks that its device holds.
 Outcome run_two(const int (&grids)[kWorldSize], const int (&limits)[kWorldSize], bool late_trigger,
                 int64_t timeout_ns, Schedule schedule, uint64_t seed) {
   Random random(seed);
@@ -111,30 +96,33 @@ Outcome run_two(const int (&grids)[kWorldSize], const int (&limits)[kWorldSize],
   judge(of_first, first, outcome);
   judge(of_second, second, outcome);
   check(outcome.wrong == 0 && outcome.diverged == 0,
-        "two communicators, seed %llu: %lld wrong elements, %d took calls for different ones",
+        "two communicators, seed %llu: %lld wrong elements, %d ranks reported different calls",
         static_cast<unsigned long long>(seed), static_cast<long long>(outcome.wrong),
         outcome.diverged);
   return outcome;
 }
 
-// With dependent launch a stream may hold two grids: one that runs, and one that it has let in. So
-// K communicators need 2 K - 1 times the room of a grid: then the oldest grid of every stream gets
-// room, whatever the others hold. Where dependents come late, K times.
-void test_two_communicators_with_room_for_both(uint64_t seeds) {
-  for (uint64_t seed = 1; seed <= seeds; ++seed) {
+const uint64_t kSeeds = shim::watched() ? 1 : 4;
+
+// With dependent launch, a stream may hold two grids: a running one and its dependent. So K
+// communicators need 2 K - 1 times the blocks of a grid: then the oldest grid of every stream
+// always fits. With late triggers K times is enough.
+TEST(two_communicators_that_fit) {
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
     for (int schedule = 0; schedule < shim::kSchedules; ++schedule) {
       const auto chosen = static_cast<Schedule>(schedule);
       run_two({kGrid, kGrid}, {3 * kGrid, 3 * kGrid}, false, kNoTimeout, chosen, seed);
       run_two({kGrid, kGrid}, {2 * kGrid, 2 * kGrid}, true, kNoTimeout, chosen, seed);
-      // Devices of different sizes, each with grids of its own.
+      // Devices of different sizes, with grids of different sizes.
       run_two({kGrid, 4}, {3 * kGrid, 3 * 4}, false, kNoTimeout, chosen, seed);
     }
   }
 }
 
-// Without that room each device may hold what the other's does not. The deadline ends it, and what
-// a rank has then is right or NaN.
-void test_two_communicators_without_room(uint64_t seeds) {
+// With less, each device may hold the grid that the other does not. The calls time out, and their
+// results are right or NaN.
+TEST(two_communicators_that_do_not_fit) {
+  const uint64_t seeds = 2 + 2 * kSeeds;
   int for_one = 0, for_one_late = 0, for_two = 0;
   for (uint64_t seed = 1; seed <= seeds; ++seed) {
     const int one[] = {kGrid, kGrid}, two[] = {2 * kGrid, 2 * kGrid};
@@ -145,79 +133,82 @@ void test_two_communicators_without_room(uint64_t seeds) {
       for_two += run_two(one, two, false, kTimeoutNs, schedule, seed).timeouts;
     }
   }
-  // Under ThreadSanitizer there is time for a few.
+  // Under ThreadSanitizer there are too few runs.
   check(shim::watched() || (for_one > 0 && for_one_late > 0 && for_two > 0),
-        "of %llu runs %d, %d and %d waits were in vain: expected some of each",
-        static_cast<unsigned long long>(seeds), for_one, for_one_late, for_two);
+        "%d, %d and %d waits of %llu runs timed out: expected some of each", for_one, for_one_late,
+        for_two, static_cast<unsigned long long>(seeds));
 }
 
-Outcome run_one(const int (&grids)[kWorldSize], const int (&limits)[kWorldSize], int64_t num_tokens,
-                int64_t timeout_ns, Schedule schedule, uint64_t seed) {
+// A run of one communicator.
+struct Options {
+  int grids[kWorldSize] = {kGrid, kGrid};
+  int limits[kWorldSize] = {};  // 0: none
+  int64_t num_tokens = 3;
+  int64_t timeout_ns = kTimeoutNs;
+  Schedule schedule = Schedule::kRandom;
+  Completion completion = Completion::kInOrder;
+  bool late_trigger = false;
+  bool dependent = true;
+  bool foreign = false;  // a foreign kernel follows each call
+};
+
+Outcome run_one(const Options& options, uint64_t seed) {
   Random random(seed);
-  std::deque<Operation> operations = make_operations(random, num_tokens);
-  FiberGroup group(kWorldSize, first_op(false), timeout_ns);
-  shim::Machine machine(kWorldSize, seed, schedule);
+  std::deque<Operation> operations = make_operations(random, options.num_tokens);
+  FiberGroup group(kWorldSize, first_op(options.late_trigger), options.timeout_ns);
+  shim::Machine machine(kWorldSize, seed, options.schedule, 1, options.completion);
   group.share_with(machine);
   for (int rank = 0; rank < kWorldSize; ++rank) {
     const auto r = static_cast<size_t>(rank);
-    machine.limit_blocks(rank, static_cast<uint32_t>(limits[rank]));
+    machine.limit_blocks(rank, static_cast<uint32_t>(options.limits[rank]));
     for (Operation& op : operations) {
-      launch<kWorldSize, Bfloat16>(machine, group.configs[r], op, &group.faults[r],
-                                   {.num_blocks = grids[rank]});
+      launch<kWorldSize, Bfloat16>(
+          machine, group.configs[r], op, &group.faults[r],
+          {.dependent = options.dependent, .num_blocks = options.grids[rank]});
+      // It begins early, as a dependent launch, and ends at once: it never waits for preceding
+      // grids.
+      if (!options.foreign) continue;
+      machine.launch(rank, {.num_threads = 32, .exchanges = false, .kernel = [] {}});
     }
   }
   run_to_end(machine, "one communicator", seed);
   Outcome outcome;
   judge(operations, group, outcome);
-  check(outcome.wrong == 0, "grids of %d and %d blocks, seed %llu: %lld wrong elements", grids[0],
-        grids[1], static_cast<unsigned long long>(seed), static_cast<long long>(outcome.wrong));
+  check(outcome.wrong == 0 || options.foreign, "grids of %d and %d blocks, seed %llu: %lld wrong",
+        options.grids[0], options.grids[1], static_cast<unsigned long long>(seed),
+        static_cast<long long>(outcome.wrong));
   return outcome;
 }
 
-// Devices of different sizes, each filled by one grid: the grid before makes room for the next.
-void test_one_communicator_on_devices_of_different_sizes(uint64_t seeds) {
-  for (uint64_t seed = 1; seed <= seeds; ++seed) {
+// Devices of different sizes, each filled by one grid: every grid makes room for the next.
+TEST(one_communicator_on_devices_of_different_sizes) {
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
     for (int schedule = 0; schedule < shim::kSchedules; ++schedule) {
-      run_one({kGrid, 5}, {kGrid, 5}, 7, kNoTimeout, static_cast<Schedule>(schedule), seed);
+      run_one({.grids = {kGrid, 5},
+               .limits = {kGrid, 5},
+               .num_tokens = 7,
+               .timeout_ns = kNoTimeout,
+               .schedule = static_cast<Schedule>(schedule)},
+              seed);
     }
   }
 }
 
-// A device that holds fewer blocks than the driver has said: a part of a GPU, or one whose SMs
-// others keep.
-void test_a_grid_that_its_device_does_not_hold(uint64_t seeds) {
+// A device that holds fewer blocks than the driver reported: a part of a GPU, or one whose SMs are
+// busy with other kernels.
+TEST(a_grid_that_does_not_fit) {
+  const uint64_t seeds = 2 + 2 * kSeeds;
   int timeouts = 0;
   for (uint64_t seed = 1; seed <= seeds; ++seed) {
-    timeouts += run_one({kGrid, 4}, {kGrid, 2}, 9, kTimeoutNs, Schedule::kRandom, seed).timeouts;
+    const Options options = {.grids = {kGrid, 4}, .limits = {kGrid, 2}, .num_tokens = 9};
+    timeouts += run_one(options, seed).timeouts;
   }
-  check(shim::watched() || timeouts > 0, "none of %llu grids that are not held waited in vain",
+  check(shim::watched() || timeouts > 0, "none of %llu grids that do not fit timed out",
         static_cast<unsigned long long>(seeds));
 }
 
-// Between any two calls a kernel that begins early, for it is launched as a dependent, and ends at
-// once, for it never waits for the grid before it.
-Outcome run_with_foreign_kernels(Completion completion, bool late_trigger, bool dependent,
-                                 uint64_t seed) {
-  Random random(seed);
-  std::deque<Operation> operations = make_operations(random, 3);
-  FiberGroup group(kWorldSize, first_op(late_trigger), kTimeoutNs);
-  shim::Machine machine(kWorldSize, seed, Schedule::kNewestFirst, 1, completion);
-  group.share_with(machine);
-  for (int rank = 0; rank < kWorldSize; ++rank) {
-    const auto r = static_cast<size_t>(rank);
-    for (Operation& op : operations) {
-      launch<kWorldSize, Bfloat16>(machine, group.configs[r], op, &group.faults[r],
-                                   {.dependent = dependent});
-      machine.launch(rank, {.num_threads = 32, .exchanges = false, .kernel = [] {}});
-    }
-  }
-  run_to_end(machine, "foreign kernels", seed);
-  Outcome outcome;
-  judge(operations, group, outcome);
-  return outcome;
-}
-
-void test_foreign_kernels_that_never_wait(uint64_t seeds) {
+TEST(foreign_kernels_that_never_wait) {
+  const uint64_t seeds = 4 * kSeeds;
   int64_t harm = 0;
   for (uint64_t seed = 1; seed <= seeds; ++seed) {
     const auto is_right = [&](const Outcome& outcome, const char* what) {
@@ -226,28 +217,20 @@ void test_foreign_kernels_that_never_wait(uint64_t seeds) {
             static_cast<unsigned long long>(seed), static_cast<long long>(outcome.wrong),
             outcome.timeouts);
     };
-    constexpr Completion kAlone = Completion::kOfPrecedingOnly;
-    is_right(run_with_foreign_kernels(Completion::kInOrder, false, true, seed), "in order");
-    is_right(run_with_foreign_kernels(kAlone, false, false, seed), "no dependent launch");
-    is_right(run_with_foreign_kernels(kAlone, true, true, seed), "late trigger");
-    if (shim::watched()) continue;  // what follows is full of races
-    const Outcome overtaken = run_with_foreign_kernels(kAlone, false, true, seed);
+    Options options = {.schedule = Schedule::kNewestFirst, .foreign = true};
+    is_right(run_one(options, seed), "in order");
+    options.completion = Completion::kOfPrecedingOnly;
+    options.dependent = false;
+    is_right(run_one(options, seed), "no dependent launch");
+    options.dependent = options.late_trigger = true;
+    is_right(run_one(options, seed), "late trigger");
+    if (shim::watched()) continue;  // the next case has races
+    options.late_trigger = false;
+    const Outcome overtaken = run_one(options, seed);
     harm += overtaken.wrong + overtaken.timeouts + overtaken.diverged;
   }
-  check(shim::watched() || harm > 0, "no grid overtook the call before the last");
+  check(shim::watched() || harm > 0, "no grid overtook a call");
 }
 
 }  // namespace
 }  // namespace allnorm
-
-int main() {
-  using namespace allnorm;
-  const uint64_t seeds = shim::watched() ? 1 : 4;
-  test_two_communicators_with_room_for_both(seeds);
-  test_one_communicator_on_devices_of_different_sizes(seeds);
-  // So many that some of them wait in vain.
-  test_two_communicators_without_room(2 + 2 * seeds);
-  test_a_grid_that_its_device_does_not_hold(2 + 2 * seeds);
-  test_foreign_kernels_that_never_wait(4 * seeds);
-  return testing::result();
-}

@@ -1,9 +1,9 @@
-// The CUDA kernels in schedules that are made to hurt: ranks far apart, one held back, one warp
-// held back, dependent grids that overtake. Everything of one dtype at two and three ranks, so that
-// it is compiled in seconds: this is what ThreadSanitizer watches, and what most faults are tried
-// on (tests/native/kernel_mutants). cuda_kernels_test has the rest.
+// The CUDA kernels in hostile schedules: ranks far apart, a rank or a warp held back, dependent
+// grids that overtake. One dtype at two and three ranks, so that it compiles in seconds:
+// ThreadSanitizer checks this test, and most faults of tests/native/kernel_mutants run with it.
+// cuda_kernels_test has the other dtypes and world sizes.
 //
-//   cuda_schedules_test [seeds [first seed [schedule]]]
+//   cuda_schedules_test [SEEDS [FIRST_SEED [SCHEDULE]]]
 #include <cstdlib>
 #include <deque>
 #include <memory>
@@ -20,12 +20,12 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-// Before each call of the program that uses allnorm there are kernels that make its input.
+// A kernel before each call that produces its input.
 class Producer {
  public:
   explicit Producer(int64_t bytes) : live_(static_cast<size_t>(bytes)) {}
 
-  // Enqueues one that makes `x`; lets its dependent in before it has.
+  // Enqueues a kernel that stores `x`. It triggers dependent launch before that.
   void launch(shim::Machine& machine, int rank, const Matrix& x) {
     machine.launch(rank, {.num_threads = 64, .exchanges = false, .kernel = [this, &x] {
                             trigger_next_grid();
@@ -43,7 +43,7 @@ class Producer {
 
 // About half of the operations need a large phase.
 constexpr int64_t kWorkspace = 320 << 10;
-// Of small_call(): all are large, take half of a half, take a unit.
+// Workspaces in which every small_call() is large, takes half of a half, or takes a unit.
 constexpr int64_t kLargeOnly = 16 << 10, kHalves = 96 << 10, kUnits = kWorkspace;
 constexpr uint64_t kSeedStep = 1000;
 
@@ -51,7 +51,8 @@ bool may_follow(const Operation& op, const Operation& before) {
   return is_norm(op.call) && is_norm(before.call);
 }
 
-// Calls of which many are as the one before: as the layers of a model are, with its residual.
+// Random calls. Many repeat the previous call, with its residual_out as residual, like layers of a
+// model.
 template <int kWorldSize>
 std::deque<Operation> make_operations(Random& random, int count) {
   std::deque<Operation> operations;
@@ -72,34 +73,15 @@ std::deque<Operation> make_operations(Random& random, int count) {
   return operations;
 }
 
-AllnormCall small_call(Random& random) {
-  AllnormCall call = make_call(random);
-  call.op = ALLNORM_ADD_RMS_NORM;
-  call.algorithm = ALLNORM_ONE_SHOT;
-  call.flags = 0;
-  call.post_eps = 0.0f;
-  call.quant = ALLNORM_QUANT_NONE;
-  call.dtype = call.weight_dtype = ALLNORM_BFLOAT16;
-  call.hidden_size = 256;
-  call.num_tokens = 1;
-  return call;
-}
+AllnormCall small_call() { return norm_call(ALLNORM_ONE_SHOT, 1, 256); }
 
 // Rows that cross the link quantized, with scales that many threads stage.
-AllnormCall quantized_call(Random& random) {
-  AllnormCall call = small_call(random);
-  call.algorithm = ALLNORM_TWO_SHOT;
-  call.flags = ALLNORM_RESIDUAL_SHARDED;
-  call.quant = ALLNORM_QUANT_PER_GROUP;
-  call.group_size = 16;
-  call.scale_format = ALLNORM_SCALE_FLOAT32;
-  call.hidden_size = 512;
-  call.num_tokens = 4;
-  return call;
+AllnormCall quantized_call() {
+  return norm_call(ALLNORM_TWO_SHOT, 4, 512, ALLNORM_RESIDUAL_SHARDED, ALLNORM_QUANT_PER_GROUP, 16);
 }
 
-// One call again and again: the same words are written in every fourth operation, if each takes
-// half of a half, in every second large one, or in every kPushUnits-th.
+// The same call again and again. The same words are written by every fourth operation if each takes
+// half of a half, by every second large one, or by every kPushUnits-th that takes a unit.
 std::deque<Operation> make_chain(Random& random, int count, const AllnormCall& call) {
   std::deque<Operation> operations;
   while (static_cast<int>(operations.size()) < count) {
@@ -113,7 +95,6 @@ template <int kWorldSize>
 void run_operations(std::deque<Operation>& operations, int64_t workspace, shim::Schedule schedule,
                     uint64_t seed, uint32_t first_op) {
   FiberGroup group(kWorldSize, first_op, /*timeout_ns=*/int64_t{1} << 60, workspace);
-  const auto num_operations = static_cast<int>(operations.size());
   size_t most_bytes = 0;
   for (const Operation& op : operations) {
     for (int rank = 0; rank < kWorldSize; ++rank) {
@@ -131,23 +112,13 @@ void run_operations(std::deque<Operation>& operations, int64_t workspace, shim::
       launch<kWorldSize, Bfloat16>(machine, group.configs[rank], op, &group.faults[rank]);
     }
   }
-  const auto number = static_cast<int>(schedule);
-  if (!check(machine.run(kMaxTurns), "world size %d, schedule %d, seed %llu: does not end",
-             kWorldSize, number, static_cast<unsigned long long>(seed))) {
-    std::_Exit(result());  // fibers are still there
-  }
+  run_to_end(machine, "operations", seed);
   const int failures = g_failures;
-  uint32_t next_op = first_op;
-  for (int i = 0; i < num_operations; ++i) {
-    const Operation& op = operations[static_cast<size_t>(i)];
-    for (int rank = 0; rank < kWorldSize; ++rank) compare(op, rank, i);
-    next_op += num_launches(op, kWorldSize);
-  }
-  group.check_at_rest(next_op);
+  check_results(group, operations, first_op);
   check(schedule != shim::Schedule::kRankHeld || machine.greatest_lead() > 0,
-        "no rank was ever ahead of another");
+        "no rank was ever ahead of the others");
   check(failures == g_failures, "world size %d, schedule %d, seed %llu: see above", kWorldSize,
-        number, static_cast<unsigned long long>(seed));
+        static_cast<int>(schedule), static_cast<unsigned long long>(seed));
 }
 
 template <int kWorldSize>
@@ -162,28 +133,26 @@ void test_chains(shim::Schedule schedule, uint64_t seed) {
   Random random(kSeedStep * seed + static_cast<uint64_t>(schedule));
   for (const int64_t workspace : {kLargeOnly, kHalves, kUnits}) {
     const int count = workspace == kUnits ? kPushUnits + 4 : 20;
-    std::deque<Operation> operations = make_chain(random, count, small_call(random));
+    std::deque<Operation> operations = make_chain(random, count, small_call());
     run_operations<2>(operations, workspace, schedule, seed, 0);
   }
-  std::deque<Operation> operations = make_chain(random, 3, quantized_call(random));
+  std::deque<Operation> operations = make_chain(random, 3, quantized_call());
   run_operations<2>(operations, kWorkspace, schedule, seed, 0);
 }
 
-}  // namespace
-}  // namespace allnorm
-
-int main(int argc, char** argv) {
-  using namespace allnorm;
-  const uint64_t seeds = argc > 1 ? strtoull(argv[1], nullptr, 10) : shim::watched() ? 1 : 6;
-  const uint64_t first = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
-  for (uint64_t seed = first; seed < first + seeds && testing::g_failures == 0; ++seed) {
+TEST(schedules) {
+  const auto seeds = static_cast<uint64_t>(argument(0, shim::watched() ? 1 : 6));
+  const auto first = static_cast<uint64_t>(argument(1, 1));
+  for (uint64_t seed = first; seed < first + seeds && g_failures == 0; ++seed) {
     for (int schedule = 0; schedule < shim::kSchedules; ++schedule) {
-      if (argc > 3 && schedule != atoi(argv[3])) continue;
+      if (schedule != argument(2, schedule)) continue;
       const auto chosen = static_cast<shim::Schedule>(schedule);
       test_schedule<2>(chosen, seed, 8);
       test_schedule<3>(chosen, seed, 6);
       test_chains(chosen, seed);
     }
   }
-  return testing::result();
 }
+
+}  // namespace
+}  // namespace allnorm

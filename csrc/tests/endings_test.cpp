@@ -1,6 +1,6 @@
-// How waits of the CPU backend end before their deadline: close() of another thread, an interrupt,
-// peers that leave or whose process ends; and that a child of fork() touches nothing. Under
-// ThreadSanitizer ranks are threads.
+// Waits of the CPU backend that end before their deadline: after close() by a different thread, an
+// interrupt, or a peer that leaves or dies. And calls in a child of fork(), which must have no
+// effect.
 #include <pthread.h>
 
 #include <atomic>
@@ -11,7 +11,7 @@
 namespace allnorm::testing {
 namespace {
 
-constexpr int64_t kNever = 600'000'000'000;
+constexpr OnRanks kNeverExpires = {.timeout_ns = 600'000'000'000};
 
 struct Call {
   explicit Call(int algorithm = ALLNORM_ONE_SHOT, int64_t rows = 3)
@@ -54,27 +54,25 @@ class Clock {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Two threads call, one of them waits in vain and the other for its turn; a third closes. Rank 1
-// never comes.
+// Two threads of rank 0 call: one waits for rank 1, which never calls, the other for its turn. Then
+// two more threads close the communicator.
 void test_close_ends_calls(int algorithm, bool later) {
-  Group group(2, 1 << 16);
-  run_ranks(2, [&](int rank) {
-    AllnormComm* const comm = group.create(rank, 0, kNever);
+  on_ranks(2, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {
     if (rank == 0) {
       std::atomic<int> started{0};
       const auto call = [&] {
         Call mine(algorithm);
         started.fetch_add(1);
-        check(mine.run(comm) == ALLNORM_CLOSED, "the status is another: %s", allnorm_last_error());
+        check(mine.run(comm) == ALLNORM_CLOSED, "wrong status: %s", allnorm_last_error());
         check(mine.is_nan() || strstr(allnorm_last_error(), "make a new one") != nullptr,
-              "results of a call that was ended look like some");
+              "an interrupted call returned results");
       };
       std::thread first(call), second(call);
       while (started.load() != 2) usleep(100);
       if (later) usleep(50'000);
       const Clock clock;
       AllnormFault fault;
-      check(allnorm_comm_check(comm, &fault) == ALLNORM_OK, "a fault of nobody");
+      check(allnorm_comm_check(comm, &fault) == ALLNORM_OK, "a failure for no reason");
       std::thread other([&] { allnorm_comm_close(comm); });  // two at once are fine
       check(allnorm_comm_close(comm) == ALLNORM_OK, "%s", allnorm_last_error());
       check(clock.seconds() < 5, "close() took %.1f s", clock.seconds());
@@ -86,17 +84,13 @@ void test_close_ends_calls(int algorithm, bool later) {
       check(allnorm_comm_check(comm, &fault) == ALLNORM_CLOSED, "check() after close()");
       check(allnorm_comm_peers_died(comm, 2, 1) == ALLNORM_CLOSED, "peers_died() after close()");
     }
-    group.barrier();
-    allnorm_comm_destroy(comm);
   });
 }
 
-// A rank that closes after a call is no fault of that call, also for a rank that is late in it; who
-// needs it afterwards is told at once.
+// Closing after a call does not fail that call, even on a rank that is late in it. The next call
+// that needs the rank fails at once.
 void test_peer_leaves(int algorithm) {
-  Group group(3, 1 << 16);
-  run_ranks(3, [&](int rank) {
-    AllnormComm* const comm = group.create(rank, 0, kNever);
+  on_ranks(3, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {
     for (int number = 0; number < 20; ++number) {
       Call good(algorithm);
       if (number == 19 && rank == 2) usleep(30'000);
@@ -108,7 +102,7 @@ void test_peer_leaves(int algorithm) {
     } else {
       AllnormFault fault;
       usleep(50'000);
-      check(allnorm_comm_check(comm, &fault) == ALLNORM_OK, "nobody has needed rank 1 yet");
+      check(allnorm_comm_check(comm, &fault) == ALLNORM_OK, "no call has needed rank 1 yet");
       const Clock clock;
       Call mine(algorithm);
       check(mine.run(comm) == ALLNORM_PEER_LEFT && mine.is_nan(), "%s", allnorm_last_error());
@@ -116,16 +110,12 @@ void test_peer_leaves(int algorithm) {
             "status %d, peer %d", fault.status, fault.peer);
       check(clock.seconds() < 5, "it took %.1f s", clock.seconds());
     }
-    group.barrier();
-    allnorm_comm_destroy(comm);
   });
 }
 
-// The watcher's word comes while a call waits.
+// allnorm_comm_peers_died() is called while a call waits.
 void test_peer_dies(int algorithm) {
-  Group group(3, 1 << 16);
-  run_ranks(3, [&](int rank) {
-    AllnormComm* const comm = group.create(rank, 0, kNever);
+  on_ranks(3, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {
     Call good(algorithm);
     check(good.run(comm) == ALLNORM_OK, "%s", allnorm_last_error());
     if (rank != 2) {
@@ -145,12 +135,10 @@ void test_peer_dies(int algorithm) {
       check(clock.seconds() < 5, "it took %.1f s", clock.seconds());
       watcher.join();
     }
-    group.barrier();
-    allnorm_comm_destroy(comm);
   });
 }
 
-// What a wait calls on every thread: here rank 0 is interrupted, and its peers are told.
+// Called by waits of every thread: interrupts rank 0, whose peers then fail.
 thread_local AllnormComm* t_interrupted = nullptr;
 int32_t interrupt() {
   if (t_interrupted == nullptr) return 0;
@@ -161,20 +149,18 @@ int32_t interrupt() {
 }
 
 void test_interrupt(int algorithm) {
-  Group group(3, 1 << 16);
   allnorm_set_interrupt(interrupt);
-  run_ranks(3, [&](int rank) {
-    AllnormComm* const comm = group.create(rank, 0, kNever);
+  on_ranks(3, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {
     Call good(algorithm);
     check(good.run(comm) == ALLNORM_OK, "%s", allnorm_last_error());
     const int32_t expected = rank == 0 ? ALLNORM_INTERRUPTED : ALLNORM_PEER_LEFT;
     if (rank == 0) t_interrupted = comm;
-    if (rank == 1) usleep(100'000);  // what rank 0 waits for
+    if (rank == 1) usleep(100'000);  // rank 0 waits meanwhile
     const Clock clock;
     Call mine(algorithm);
     AllnormFault fault = {};
     int32_t status = mine.run(comm);
-    // one_shot needs nothing of rank 0 but its rows, which were there.
+    // one_shot needs only rows of rank 0, which were there before the interrupt.
     if (rank != 0 && status == ALLNORM_OK) status = mine.run(comm);
     check(status == expected && mine.is_nan(), "rank %d: %d, %s", rank, status,
           allnorm_last_error());
@@ -183,17 +169,13 @@ void test_interrupt(int algorithm) {
     t_interrupted = nullptr;
     check(mine.run(comm) == expected, "rank %d: a later call", rank);
     check(clock.seconds() < 5, "it took %.1f s", clock.seconds());
-    group.barrier();
-    allnorm_comm_destroy(comm);
   });
   allnorm_set_interrupt(nullptr);
 }
 
-// A thread that waits stores the time again and again, where it was told to.
+// A waiting thread keeps storing the time at the address passed to set_beat().
 void test_beat(int algorithm) {
-  Group group(2, 1 << 16);
-  run_ranks(2, [&](int rank) {
-    AllnormComm* const comm = group.create(rank, 0, kNever);
+  on_ranks(2, kNeverExpires, [&](Group& group, AllnormComm* comm, int rank) {
     int64_t beat = 0;
     check(allnorm_comm_set_beat(comm, &beat) == ALLNORM_OK, "%s", allnorm_last_error());
     Call mine(algorithm);
@@ -218,21 +200,18 @@ void test_beat(int algorithm) {
     const int64_t before = beat;
     if (rank == 1) usleep(100'000);
     Call later(algorithm);
-    check(later.run(comm) == ALLNORM_OK && beat == before, "stored where nothing is to be stored");
+    check(later.run(comm) == ALLNORM_OK && beat == before,
+          "the time was stored after set_beat(nullptr)");
     group.barrier();
     check(allnorm_comm_close(comm) == ALLNORM_OK, "%s", allnorm_last_error());
     check(allnorm_comm_set_beat(comm, &beat) == ALLNORM_CLOSED, "after close()");
-    allnorm_comm_destroy(comm);
   });
-  check(allnorm_comm_set_beat(nullptr, nullptr) == ALLNORM_INVALID_ARGUMENT, "without a handle");
 }
 
-// A child of fork() is refused, and what it does to its copy does not reach the parent's peers.
-void test_fork() {
-#if !defined(__SANITIZE_THREAD__)  // forks of a process of threads are not for it
-  Group group(2, 1 << 16);
-  run_ranks(2, [&](int rank) {
-    AllnormComm* const comm = group.create(rank, 0, kNever);
+// Calls in a child of fork() are refused, and do not reach the parent's peers.
+TEST(fork) {
+  if (kRanksAreThreads) return;
+  on_ranks(2, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {
     Call good;
     check(good.run(comm) == ALLNORM_OK, "%s", allnorm_last_error());
     if (rank == 0) {
@@ -260,23 +239,18 @@ void test_fork() {
       check(later.run(comm) == ALLNORM_OK && later.out.bits(0, 0) == 0x40000000, "%s",
             allnorm_last_error());
     }
-    allnorm_comm_destroy(comm);
   });
-#endif
 }
+
+void test_algorithm(int algorithm) {
+  for (const bool later : {false, true}) test_close_ends_calls(algorithm, later);
+  test_peer_leaves(algorithm);
+  test_peer_dies(algorithm);
+  test_interrupt(algorithm);
+  test_beat(algorithm);
+}
+TEST(one_shot) { test_algorithm(ALLNORM_ONE_SHOT); }
+TEST(two_shot) { test_algorithm(ALLNORM_TWO_SHOT); }
 
 }  // namespace
 }  // namespace allnorm::testing
-
-int main() {
-  using namespace allnorm::testing;
-  for (const int algorithm : {ALLNORM_ONE_SHOT, ALLNORM_TWO_SHOT}) {
-    for (const bool later : {false, true}) test_close_ends_calls(algorithm, later);
-    test_peer_leaves(algorithm);
-    test_peer_dies(algorithm);
-    test_interrupt(algorithm);
-    test_beat(algorithm);
-  }
-  test_fork();
-  return result();
-}

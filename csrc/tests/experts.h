@@ -1,4 +1,4 @@
-// Random sums of experts' rows, numerics step 0: what a rank holds, and what its partials must be.
+// Random sums of experts' rows (numerics step 0): the inputs of a rank and its expected partials.
 #ifndef ALLNORM_TESTS_EXPERTS_H_
 #define ALLNORM_TESTS_EXPERTS_H_
 
@@ -11,13 +11,13 @@
 
 namespace allnorm::testing {
 
-// One rank's experts. With top_k 0 there are none.
+// The inputs of one rank. top_k is 0 if it sums no experts.
 struct Experts {
   int dtype = 0, top_k = 0;
   int64_t tokens = 0, hidden = 0;
-  std::shared_ptr<Matrix> rows, shared;  // shared may be null; both null where there is no memory
+  std::shared_ptr<Matrix> rows, shared;  // shared may be null; both are null if top_k is 0
   std::vector<int32_t> index;            // may be empty
-  std::vector<float> weights;            // likewise
+  std::vector<float> weights;            // may be empty
   int64_t num_rows = 0, index_stride = 0, weights_stride = 0;
 
   void attach(AllnormCall& call) const {
@@ -37,14 +37,14 @@ struct Experts {
   int64_t row_of(int64_t token, int k) const {
     return index.empty() ? token * top_k + k : index[static_cast<size_t>(token * index_stride + k)];
   }
-  // Whether a choice of the token is no row.
+  // Returns whether a choice of the token is not the index of a row.
   bool is_bad(int64_t token) const {
     for (int k = 0; k < top_k; ++k) {
       if (row_of(token, k) < -1 || row_of(token, k) >= num_rows) return true;
     }
     return false;
   }
-  // The partial of a token, by the page.
+  // The partial of a token according to the numerics page.
   std::vector<uint32_t> partial(int64_t token) const {
     const auto columns = static_cast<size_t>(hidden);
     if (is_bad(token)) {
@@ -63,24 +63,10 @@ struct Experts {
         dtype, columns, chosen, factors,
         shared == nullptr ? std::vector<uint32_t>() : testing::row_of(*shared, token));
   }
-  // All partials, by allnorm_local, to rows that are `stride` elements apart.
-  void sum_locally(void* to, int64_t stride) const {
-    AllnormCall call = {};
-    call.struct_bytes = sizeof(call);
-    call.op = ALLNORM_ALL_REDUCE;
-    call.dtype = dtype;
-    call.num_tokens = tokens;
-    call.hidden_size = hidden;
-    call.out = to;
-    call.out_stride = stride;
-    call.num_sources = 1;
-    attach(call);
-    check(allnorm_local(&call) == ALLNORM_OK, "experts: %s", allnorm_last_error());
-  }
 };
 
-// `fill` fills a matrix of rows. `gaps`: rows of x, and of shared, lie a multiple of so many
-// elements apart, and their width is one.
+// Draws the inputs of one rank. `fill` fills a matrix of rows. The gaps between rows are multiples
+// of `gaps` elements.
 template <class Fill>
 Experts random_experts(Random& random, int dtype, int64_t tokens, int64_t hidden, const Fill& fill,
                        int64_t gaps = 1) {
@@ -93,11 +79,11 @@ Experts random_experts(Random& random, int dtype, int64_t tokens, int64_t hidden
   const auto count = static_cast<size_t>(tokens);
   experts.num_rows = tokens * experts.top_k;
   if (random.below(3) != 0) {
-    // Rows in any order, some chosen twice, some by nobody, and choices that other ranks have.
+    // Rows in any order; some are chosen twice or never, and some choices belong to other ranks.
     experts.num_rows = random.below(3) == 0 ? random.below(3) : random.below(3 * tokens + 2);
     experts.index_stride = experts.top_k + random.below(3);
     experts.index.assign(count * static_cast<size_t>(experts.index_stride) + 1, -7);
-    const int64_t absent = random.below(5);  // out of four
+    const int64_t absent = random.below(5);  // quarters of the choices without a row on this rank
     for (int64_t token = 0; token < tokens; ++token) {
       const bool none = random.below(6) == 0 || experts.num_rows == 0;
       for (int k = 0; k < experts.top_k; ++k) {
@@ -115,7 +101,7 @@ Experts random_experts(Random& random, int dtype, int64_t tokens, int64_t hidden
   }
   experts.rows = std::make_shared<Matrix>(dtype, experts.num_rows, hidden, gaps * random.below(3));
   fill(*experts.rows);
-  // What nobody chose must not be seen.
+  // Rows that no token chose are NaN: they must not be read.
   std::vector<bool> chosen(static_cast<size_t>(experts.num_rows), false);
   for (int64_t token = 0; token < tokens; ++token) {
     for (int k = 0; k < experts.top_k; ++k) {

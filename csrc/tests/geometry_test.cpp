@@ -1,10 +1,10 @@
-// How launches are spread over a GPU.
+// The grid of a launch: blocks, clusters and threads.
 #include "gpu/geometry.h"
 
 #include <array>
 #include <bit>
 
-#include "testing.h"
+#include "tests/testing.h"
 
 namespace allnorm::testing {
 namespace {
@@ -18,13 +18,13 @@ void check_grid(int64_t num_tokens, int cluster_size, int most_blocks, Grid expe
         static_cast<int>(expected));
 }
 
-void test_grids() {
+TEST(grids) {
   check_grid(1, 4, kMaxBlocks, Grid::kSparse);
   check_grid(kSms, 1, kMaxBlocks, Grid::kSparse);
   check_grid(kSms + 1, 1, kMaxBlocks, Grid::kDense);
   check_grid(kSms / 2, 2, kSms + 1, Grid::kSparse);
   check_grid(kSms / 2 + 1, 2, kSms + 1, Grid::kDense);
-  // With a limit: one cluster serves the exchange.
+  // With a limit on blocks. One cluster is the service cluster.
   check_grid(63, 1, 64, Grid::kSparse);
   check_grid(64, 1, 64, Grid::kFew);
   check_grid(31, 2, 64, Grid::kSparse);
@@ -35,13 +35,13 @@ void test_grids() {
   check_grid(int64_t{1} << 40, 1, kSms, Grid::kSparse);
 }
 
-void test_blocks() {
+TEST(blocks) {
   for (const int64_t num_tokens : {1, 2, 63, 64, 500}) {
     for (const int cluster_size : {1, 2, 8}) {
       for (const int most : {8, 64, 132, 528}) {
         const int blocks = choose_num_blocks(num_tokens, cluster_size, most, 1);
         check(blocks % cluster_size == 0 && blocks >= 2 * cluster_size,
-              "%d blocks in clusters of %d: nobody works", blocks, cluster_size);
+              "%d blocks in clusters of %d: no block has rows", blocks, cluster_size);
         check(blocks <= most || blocks == 2 * cluster_size, "%d blocks; at most %d", blocks, most);
         check(blocks <= (num_tokens + 1) * cluster_size, "%d blocks for %lld rows", blocks,
               static_cast<long long>(num_tokens));
@@ -50,7 +50,7 @@ void test_blocks() {
   }
 }
 
-void test_clusters() {
+TEST(clusters) {
   for (const int64_t packs : {1, 15, 360, 512, 513, 1024, 4096}) {
     for (const int64_t num_tokens : {1, 16, 64, 1000}) {
       for (const int most : {8, 64, 132}) {
@@ -68,8 +68,9 @@ void test_clusters() {
   }
 }
 
-void test_wider_clusters() {
-  // Rows at once over 1, 2, 4 and 8 blocks; those of 5376 columns with a post norm, and of experts.
+TEST(wider_clusters) {
+  // Rows that are resident at once when a row takes 1, 2, 4 or 8 blocks: of 5376 columns with a
+  // post norm, and of experts.
   using Rows = std::array<int, 4>;
   const struct {
     Rows rows;
@@ -88,7 +89,7 @@ void test_wider_clusters() {
   }
 }
 
-void test_local_clusters() {
+TEST(local_clusters) {
   const struct {
     int64_t packs, num_tokens;
     int blocks;
@@ -112,13 +113,3 @@ void test_local_clusters() {
 
 }  // namespace
 }  // namespace allnorm::testing
-
-int main() {
-  using namespace allnorm::testing;
-  test_grids();
-  test_blocks();
-  test_clusters();
-  test_wider_clusters();
-  test_local_clusters();
-  return result();
-}

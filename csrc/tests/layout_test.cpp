@@ -1,4 +1,4 @@
-// No two things in a workspace share a byte, and none lies outside it.
+// The layout of a workspace: nothing overlaps, and nothing lies outside.
 #include "protocol/layout.h"
 
 #include <algorithm>
@@ -10,7 +10,32 @@ namespace {
 
 using Wide = __int128;
 
-void test_push_control() {
+// Marks the bytes in use, and reports those used twice or outside.
+class Marks {
+ public:
+  Marks(int64_t bytes, int world_size, int packs, int64_t rows)
+      : used_(static_cast<size_t>(bytes)), world_size_(world_size), packs_(packs), rows_(rows) {}
+
+  void add(const char* what, int64_t offset, int64_t bytes = kPackBytes) {
+    const bool inside = offset >= 0 && offset + bytes <= static_cast<int64_t>(used_.size());
+    bool overlaps = false;
+    for (int64_t i = offset; inside && i < offset + bytes; ++i) {
+      overlaps = overlaps || used_[static_cast<size_t>(i)];
+      used_[static_cast<size_t>(i)] = true;
+    }
+    check(inside && !overlaps && (bytes != kPackBytes || offset % kPackBytes == 0),
+          "%s at %lld %s: world_size %d, %d packs, %lld rows", what, static_cast<long long>(offset),
+          overlaps ? "overlaps" : "is outside or not aligned", world_size_, packs_,
+          static_cast<long long>(rows_));
+  }
+
+ private:
+  std::vector<bool> used_;
+  int world_size_, packs_;
+  int64_t rows_;
+};
+
+TEST(push_control) {
   using Control = PushControl;
   check(Control::kCounters == 0 && Control::kPoisoned == 8 * kMaxBlocks,
         "counters and poison overlap");
@@ -26,7 +51,7 @@ void test_push_control() {
   }
 }
 
-void test_pull_control() {
+TEST(pull_control) {
   check(PullControl::kPublished / 64 != PullControl::kSleepers / 64,
         "sleepers share the line that peers poll");
   for (uint32_t op = 0; op < kPullPhases; ++op) {
@@ -38,26 +63,26 @@ void test_pull_control() {
   check(PullControl::tag(0) / 16 != PullControl::tag(1) / 16, "tags overlap");
 }
 
-// Operations in random order. Whatever an operation takes was last used in a half that has been
-// left since, as many operations ago as the reuse argument needs.
-void test_turns() {
+// Operations of all kinds in random order: an operation only uses slots and tags whose half was
+// left since their last use, long enough ago (see "Why a slot may be reused" in gpu/exchange.cuh).
+TEST(slot_places) {
   Random random(7);
   struct Use {
     int64_t operation = -1;
-    int64_t half = -1;  // the how many-th to be begun
+    int64_t half = -1;  // number of halves begun before
   };
   Use units[kPushUnits], tags[PushControl::kTagSlots];
   int64_t large_phases[kLargePhases] = {-1, -1};
-  int64_t half = -1, begun = 0, said = -1, last_large = -1;
+  int64_t half = -1, begun = 0, returned = -1, last_large = -1;
   uint32_t kept = 0;
   const uint32_t first_op = 0xffffff00u;
   for (int64_t k = 0; k < 20000; ++k) {
-    // Runs of one kind, and all kinds mixed.
+    // Runs of one kind, then of mixed kinds.
     const uint64_t kind = k / 100 % 4 == 3 ? random.below(3) : static_cast<uint64_t>(k / 100 % 4);
-    const SlotPlace turn = {kept, kind == 1 ? kHalfUnits / 2 : 1u, kind == 2};
-    const uint32_t unit = turn.unit();
-    check(unit / kHalfUnits == (unit + turn.units - 1) / kHalfUnits && unit < kPushUnits,
-          "units %u to %u", unit, unit + turn.units - 1);
+    const SlotPlace place = {kept, kind == 1 ? kHalfUnits / 2 : 1u, kind == 2};
+    const uint32_t unit = place.unit();
+    check(unit / kHalfUnits == (unit + place.units - 1) / kHalfUnits && unit < kPushUnits,
+          "units %u to %u", unit, unit + place.units - 1);
     if (unit % kHalfUnits == 0) {
       check(half < 0 || k - begun >= 2, "a half of one operation");
       ++half;
@@ -65,30 +90,31 @@ void test_turns() {
     }
     check(unit / kHalfUnits == half % 2, "operation %lld is in the other half",
           static_cast<long long>(k));
-    for (uint32_t i = unit; i < unit + turn.units; ++i) {
+    for (uint32_t i = unit; i < unit + place.units; ++i) {
       check(units[i].operation < 0 || units[i].half + 2 <= half, "unit %u is used again", i);
       units[i] = {k, half};
     }
     Use& tag = tags[(first_op + static_cast<uint32_t>(k)) % PushControl::kTagSlots];
     check(tag.operation < 0 || tag.half + 2 <= half, "a tag is written again");
     tag = {k, half};
-    check(k == 0 || k - 1 - turn.since() == said, "operation %lld waits for another's number",
+    check(k == 0 || k - 1 - place.since() == returned, "operation %lld waits for a wrong number",
           static_cast<long long>(k));
-    check(half < 2 || k == begun || said >= begun, "the number of the half's first operation");
-    if (turn.large) {
-      int64_t& used = large_phases[turn.large_phase()];
-      check(used < 0 || (used < last_large && last_large <= said), "a large phase is used again");
+    check(half < 2 || k == begun || returned >= begun, "the number of the half's first operation");
+    if (place.large) {
+      int64_t& used = large_phases[place.large_phase()];
+      check(used < 0 || (used < last_large && last_large <= returned),
+            "a large phase is used again");
       used = last_large = k;
     }
-    check(turn.hands_back() == (turn.large || k == begun), "who hands back");
-    if (turn.hands_back()) said = k;
-    kept = turn.next();
+    check(place.hands_back() == (place.large || k == begun), "which operations return slots");
+    if (place.hands_back()) returned = k;
+    kept = place.next();
   }
 }
 
-void test_phases() {
+TEST(phases) {
   for (const int64_t workspace : {int64_t{16384}, int64_t{1} << 20, (int64_t{5} << 30) + 123}) {
-    // Units and large phases follow each other, from the control block to the end.
+    // Units and large phases fill the workspace after the control block without gaps.
     int64_t end = PushControl::kBytes;
     for (const uint32_t taken : {1u, kHalfUnits / 2, 0u}) {
       const PushLayout::Phases phases = PushLayout::phases(workspace, taken);
@@ -103,9 +129,9 @@ void test_phases() {
     const int64_t small = PushLayout::phases(workspace, 1).bytes;
     const int64_t medium = PushLayout::phases(workspace, kHalfUnits / 2).bytes * kHalfUnits / 2;
     check(units(small) == 1 && units(small + 1) == (small < medium ? kHalfUnits / 2 : 0),
-          "what takes a unit");
+          "operations that take a unit");
     check(small >= medium || (units(medium) == kHalfUnits / 2 && units(medium + 1) == 0),
-          "what is large");
+          "large operations");
     for (uint32_t op = 0xfffffffdu; op != 5; ++op) {
       const int64_t pull = PullLayout::phase_bytes(workspace);
       check(PullLayout::phase(op, pull) % 64 == 0 &&
@@ -116,38 +142,25 @@ void test_phases() {
   }
 }
 
-// Marks every 16-byte slot of one launch and looks for one marked twice.
-void test_push_slots() {
+// Every rank's workspace has this layout, so ranks get a copy each.
+TEST(push_slots) {
   for (int world_size = 2; world_size <= kPushMaxWorldSize; ++world_size) {
     for (const int32_t packs : {1, 31, 32, 33, 64, 360, 513}) {
       for (const int64_t rows : {int64_t{1}, int64_t{3}, int64_t{8}}) {
         const PushLayout layout = {.world_size = world_size, .packs = packs, .rows = rows};
-        const int64_t one_bytes = rows * PushLayout::one_shot_row_bytes(world_size, packs);
-        const int64_t two_bytes = rows * PushLayout::two_shot_row_bytes(world_size, packs);
-        std::vector<int> one(static_cast<size_t>(one_bytes / kPackBytes), 0);
-        // Every rank's workspace has this layout, so ranks get a copy each.
-        std::vector<std::vector<int>> two(
+        Marks one(rows * PushLayout::one_shot_row_bytes(world_size, packs), world_size, packs,
+                  rows);
+        std::vector<Marks> two(
             static_cast<size_t>(world_size),
-            std::vector<int>(static_cast<size_t>(two_bytes / kPackBytes), 0));
-        const auto mark = [&](std::vector<int>& slots, int64_t offset, const char* what) {
-          const size_t index = static_cast<size_t>(offset / kPackBytes);
-          if (check(offset % kPackBytes == 0 && offset >= 0 && index < slots.size(),
-                    "%s outside: world_size %d packs %d rows %lld", what, world_size, packs,
-                    static_cast<long long>(rows))) {
-            check(slots[index]++ == 0, "%s overlaps: world_size %d packs %d rows %lld", what,
-                  world_size, packs, static_cast<long long>(rows));
-          }
-        };
+            {rows * PushLayout::two_shot_row_bytes(world_size, packs), world_size, packs, rows});
         for (int64_t row = 0; row < rows; ++row) {
           for (int64_t pack = 0; pack < packs; ++pack) {
             const size_t owner = static_cast<size_t>((row + pack / kPacksPerChunk) % world_size);
             for (int other = 0; other < world_size - 1; ++other) {
-              mark(one, layout.one_shot_slot(other, row, pack), "one-shot slot");
-              mark(two[owner], layout.two_shot_slot(other, row, pack), "two-shot slot");
+              one.add("one-shot slot", layout.one_shot_slot(other, row, pack));
+              two[owner].add("two-shot slot", layout.two_shot_slot(other, row, pack));
             }
-            for (std::vector<int>& slots : two) {
-              mark(slots, layout.two_shot_sum(row, pack), "two-shot sum");
-            }
+            for (Marks& slots : two) slots.add("two-shot sum", layout.two_shot_sum(row, pack));
           }
         }
       }
@@ -155,8 +168,8 @@ void test_push_slots() {
   }
 }
 
-// Likewise of rows with owners, whose finished rows are bytes.
-void test_push_sharded() {
+// Slots of rows with owners.
+TEST(push_slots_of_owned_rows) {
   for (int world_size = 2; world_size <= kPushMaxWorldSize; ++world_size) {
     for (const int32_t packs : {1, 33, 64}) {
       for (const int32_t element_bytes : {8, 16, 24}) {
@@ -167,27 +180,17 @@ void test_push_sharded() {
                                           .element_bytes = element_bytes,
                                           .scales = scales,
                                           .rows = 3};
-            std::vector<int> used(static_cast<size_t>(3 * layout.row_bytes(gathered)), 0);
-            const auto mark = [&](const char* what, int64_t offset, int64_t bytes) {
-              if (!check(offset >= 0 && offset + bytes <= static_cast<int64_t>(used.size()),
-                         "%s outside: world_size %d packs %d", what, world_size, packs)) {
-                return;
-              }
-              for (int64_t i = offset; i < offset + bytes; ++i) {
-                check(used[static_cast<size_t>(i)]++ == 0, "%s overlaps: world_size %d packs %d",
-                      what, world_size, packs);
-              }
-            };
+            Marks used(3 * layout.row_bytes(gathered), world_size, packs, 3);
             for (int other = 0; other < world_size - 1; ++other) {
               for (int64_t row = 0; row < 3; ++row) {
                 for (int64_t pack = 0; pack < packs && !gathered; ++pack) {
-                  mark("slot", layout.slot(other, row, pack), kPackBytes);
+                  used.add("slot", layout.slot(other, row, pack));
                 }
                 const int64_t finished = layout.finished(other, row, gathered);
                 check(finished % kPackBytes == 0, "a finished row is not aligned");
-                mark("finished", finished, static_cast<int64_t>(packs) * element_bytes);
+                used.add("finished", finished, int64_t{packs} * element_bytes);
                 for (int i = 0; i < scales; ++i) {
-                  mark("scale", finished + layout.finished_scale(i), 4);
+                  used.add("scale", finished + layout.finished_scale(i), 4);
                 }
               }
             }
@@ -198,8 +201,8 @@ void test_push_sharded() {
   }
 }
 
-// Offsets of large launches against the same sums in 128 bits.
-void test_large() {
+// Offsets of large launches do not overflow: compared with 128-bit arithmetic.
+TEST(large_offsets) {
   const int64_t rows = 400'000;
   const int32_t packs = 2048;
   const PushLayout push = {.world_size = 8, .packs = packs, .rows = rows};
@@ -214,18 +217,18 @@ void test_large() {
         "sum overflows");
 }
 
-void test_pull_rows() {
+TEST(pull_rows) {
   const PullLayout layout = {.rows = 7, .row_bytes = 130};
   for (int64_t row = 0; row < 7; ++row) {
     check(layout.partial(row) == row * 130 && layout.sum(row) == 910 + row * 130, "row %lld",
           static_cast<long long>(row));
   }
-  check(layout.sum(6) + 130 == 7 * PullLayout::chunk_row_bytes(true, 130), "sums leave the chunk");
+  check(layout.sum(6) + 130 == 7 * PullLayout::chunk_row_bytes(true, 130),
+        "sums end after the chunk");
 }
 
-// Marks every byte that a rank writes in a phase and looks for one marked twice, or outside what
-// rows_per_chunk() counted.
-void test_pull_sharded() {
+// Bytes that a rank writes in a phase, within the space that rows_per_chunk() reserves.
+TEST(pull_owned_rows) {
   const FinishedRow finished[] = {{.normed_bytes = 6},
                                   {.quantized_bytes = 3},
                                   {.quantized_bytes = 3, .scale_bytes = 4},
@@ -235,31 +238,19 @@ void test_pull_sharded() {
       for (int64_t rows = 0; rows < 20; ++rows) {
         const int64_t owned = (rows + world_size - 1) / world_size;
         const PullLayout layout = {.rows = rows, .row_bytes = 6, .owned = owned, .finished = row};
-        std::vector<int> used(
-            static_cast<size_t>(owned * PullLayout::round_bytes(world_size, 6, row)), 0);
-        const auto mark = [&](const char* what, int64_t offset, int64_t bytes) {
-          if (!check(offset >= 0 && offset + bytes <= static_cast<int64_t>(used.size()),
-                     "%s outside: world_size %d rows %lld", what, world_size,
-                     static_cast<long long>(rows))) {
-            return;
-          }
-          for (int64_t i = offset; i < offset + bytes; ++i) {
-            check(used[static_cast<size_t>(i)]++ == 0, "%s overlaps: world_size %d rows %lld", what,
-                  world_size, static_cast<long long>(rows));
-          }
-        };
-        for (int64_t i = 0; i < rows; ++i) mark("partial", layout.partial(i), layout.row_bytes);
+        Marks used(owned * PullLayout::round_bytes(world_size, 6, row), world_size, 0, rows);
+        for (int64_t i = 0; i < rows; ++i) used.add("partial", layout.partial(i), layout.row_bytes);
         for (int64_t i = 0; i < owned; ++i) {
-          mark("normed", layout.normed(i), row.normed_bytes);
-          mark("quantized", layout.quantized(i), row.quantized_bytes);
-          mark("scales", layout.scales(i), row.scale_bytes);
+          used.add("normed", layout.normed(i), row.normed_bytes);
+          used.add("quantized", layout.quantized(i), row.quantized_bytes);
+          used.add("scales", layout.scales(i), row.scale_bytes);
         }
       }
     }
   }
 }
 
-void test_row_shard() {
+TEST(row_shard) {
   for (int world_size = 1; world_size <= kMaxWorldSize; ++world_size) {
     for (const int64_t rows :
          {int64_t{0}, int64_t{1}, int64_t{63}, int64_t{8191}, (int64_t{1} << 40) + 5}) {
@@ -277,9 +268,9 @@ void test_row_shard() {
   }
 }
 
-// Each row has one place in the order of dealt_row(), and an owner's rows of a chunk that begins
-// with rank 0 are neighbors, as many as row_shard() of the chunk says.
-void test_dealt_row() {
+// dealt_row() visits each row once. In a chunk that begins with rank 0, the rows of an owner are
+// consecutive, and row_shard() of the chunk says how many there are.
+TEST(dealt_row) {
   for (const int world_size : {1, 2, 3, 8, 64}) {
     for (const int64_t rows : {0, 1, 7, 64, 65, 200}) {
       std::vector<int> seen(static_cast<size_t>(rows), 0);
@@ -305,9 +296,9 @@ void test_dealt_row() {
   }
 }
 
-// What one chunk holds fits into a phase, with every algorithm; chunks of rows with owners are made
-// of whole turns.
-void test_rows_per_chunk() {
+// The rows of a chunk fit into a phase, for every algorithm. Chunks of rows with owners are whole
+// rounds.
+TEST(rows_per_chunk) {
   AllnormCall call = {};
   call.struct_bytes = sizeof(call);
   call.dtype = call.weight_dtype = ALLNORM_FLOAT32;
@@ -344,7 +335,7 @@ void test_rows_per_chunk() {
       call.out = &normed;
       const int64_t both = rows_of(workspace);
       check_rows(both, both / 3 * (4 * 4 * hidden + hidden + 4));
-      check(gathered % 3 == 0 && quantized % 3 == 0 && both % 3 == 0, "a broken turn");
+      check(gathered % 3 == 0 && quantized % 3 == 0 && both % 3 == 0, "an incomplete round");
       call.out = nullptr;
       call.flags = call.quant = 0;
     }
@@ -352,28 +343,11 @@ void test_rows_per_chunk() {
   call.op = ALLNORM_ALL_REDUCE;
   for (const int64_t hidden : {int64_t{1} << 20, int64_t{0}}) {
     call.hidden_size = hidden;
-    check(rows_of(1 << 22) == 0, "a hidden_size out of range has rows");
+    check(rows_of(1 << 22) == 0, "rows of a hidden_size out of range");
   }
   call.hidden_size = 8;
-  check(allnorm_rows_per_chunk(0, 1 << 22, &call) == 0, "no ranks have rows");
+  check(allnorm_rows_per_chunk(0, 1 << 22, &call) == 0, "rows of no ranks");
 }
 
 }  // namespace
 }  // namespace allnorm::testing
-
-int main() {
-  using namespace allnorm::testing;
-  test_push_control();
-  test_pull_control();
-  test_turns();
-  test_phases();
-  test_push_slots();
-  test_push_sharded();
-  test_large();
-  test_pull_rows();
-  test_pull_sharded();
-  test_row_shard();
-  test_dealt_row();
-  test_rows_per_chunk();
-  return result();
-}

@@ -1,4 +1,4 @@
-// The numerics page, literally, in scalar code: what every kernel is compared with.
+// The numerics page as scalar code: the expected results of every kernel.
 #ifndef ALLNORM_TESTS_REFERENCE_H_
 #define ALLNORM_TESTS_REFERENCE_H_
 
@@ -22,7 +22,7 @@ inline uint32_t to_bits(float value) {
   return bits;
 }
 
-// f(.)
+// f(.) of the numerics page: the value of an element.
 inline float to_float(int dtype, uint32_t bits) {
   if (dtype == ALLNORM_FLOAT32) return from_bits(bits);
   if (dtype == ALLNORM_BFLOAT16) return from_bits(bits << 16);
@@ -33,14 +33,15 @@ inline float to_float(int dtype, uint32_t bits) {
   return sign * std::ldexp(static_cast<float>(1024 + mantissa), static_cast<int>(exponent) - 25);
 }
 
-// T(.): round to nearest even; every NaN becomes the one with all ones and no sign.
+// T(.) of the numerics page: rounds to nearest even. Every NaN becomes the positive one with all
+// mantissa bits set.
 inline uint32_t round_bits(int dtype, float value) {
   if (value != value) return dtype == ALLNORM_FLOAT32 ? 0x7fffffff : 0x7fff;
   if (dtype == ALLNORM_FLOAT32) return to_bits(value);
   const uint32_t sign = to_bits(value) >> 31 << 15;
   const double magnitude = std::fabs(static_cast<double>(value));
   if (std::isinf(magnitude)) return sign | (dtype == ALLNORM_BFLOAT16 ? 0x7f80u : 0x7c00u);
-  // Positive numbers of a 16-bit format are ordered like their bits: find the neighbors.
+  // Positive 16-bit numbers are ordered like their bits: search for the neighbors of the value.
   const uint32_t infinity = dtype == ALLNORM_BFLOAT16 ? 0x7f80 : 0x7c00;
   uint32_t low = 0, high = infinity;
   while (high - low > 1) {
@@ -48,7 +49,7 @@ inline uint32_t round_bits(int dtype, float value) {
     (static_cast<double>(to_float(dtype, middle)) <= magnitude ? low : high) = middle;
   }
   const double below = static_cast<double>(to_float(dtype, low));
-  // Rounding treats infinity as the number that would follow the largest finite one.
+  // For rounding, infinity is the number that would follow the largest finite one.
   const double above = high == infinity ? 2 * below - static_cast<double>(to_float(dtype, low - 1))
                                         : static_cast<double>(to_float(dtype, high));
   const double to_below = magnitude - below, to_above = above - magnitude;
@@ -60,8 +61,8 @@ struct Expected {
   std::vector<uint32_t> out, residual_out;
 };
 
-// Step 0: a rank's partial of one token, in bits of `dtype`. `rows`: those of its choices that the
-// rank has, in order; `weights` (may be empty): what each is multiplied by; `shared` may be empty.
+// Step 0: a rank's partial of one token, in bits of `dtype`. `rows`: the chosen rows that the rank
+// has, in order. `weights`: one factor per row, or none. `shared`: the row added last, or empty.
 inline std::vector<uint32_t> reference_partial(int dtype, size_t hidden,
                                                const std::vector<std::vector<uint32_t>>& rows,
                                                const std::vector<float>& weights,
@@ -80,7 +81,7 @@ inline std::vector<uint32_t> reference_partial(int dtype, size_t hidden,
   return bits;
 }
 
-// Step 4: 1 / rms of a row; `pack` elements of it are a pack.
+// Step 4: 1 / rms of a row; a pack has `pack` elements.
 inline float reference_rstd(const std::vector<float>& z, size_t pack, float eps) {
   const size_t hidden = z.size();
   std::vector<float> chunk_sums;
@@ -126,8 +127,8 @@ inline std::vector<uint32_t> reference_y(const AllnormCall& call, const std::vec
   return y_bits;
 }
 
-// Step 1c: what becomes of the reduced sum of a row. `post_weight`: bits of call.post_weight_dtype,
-// empty if there is no post norm.
+// Step 1c: applies the post norm and the factor to the reduced sum of a row. `post_weight`: bits of
+// call.post_weight_dtype; empty without a post norm.
 inline void reference_change(const AllnormCall& call, std::vector<uint32_t>& reduced,
                              const std::vector<uint32_t>& post_weight) {
   if (!post_weight.empty()) {
@@ -143,7 +144,7 @@ inline void reference_change(const AllnormCall& call, std::vector<uint32_t>& red
   }
 }
 
-// One row of a call; sources[r] and residual (may be empty) are bits of `dtype`, weight of
+// Computes one row of a call. sources[r] and residual (may be empty) are bits of `dtype`, weight of
 // `weight_dtype`.
 inline Expected reference_row(const AllnormCall& call,
                               const std::vector<std::vector<uint32_t>>& sources,
@@ -182,13 +183,13 @@ inline Expected reference_row(const AllnormCall& call,
   return expected;
 }
 
-// The finite number that e4m3 bits without a sign, 0 to 0x7e, stand for.
+// The value of e4m3 bits 0 to 0x7e: the finite numbers without a sign.
 inline double e4m3_value(int bits) {
   const int exponent = bits >> 3, mantissa = bits & 7;
   return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
 }
 
-// e4m3fn(min(max(value, -448), 448)), by looking through all of them.
+// e4m3fn(min(max(value, -448), 448)): the nearest of all e4m3 numbers.
 inline uint8_t reference_e4m3(float value) {
   if (std::isnan(value)) return 0x7f;
   const double magnitude = std::fmin(std::fabs(static_cast<double>(value)), 448.0);
@@ -201,7 +202,7 @@ inline uint8_t reference_e4m3(float value) {
   return static_cast<uint8_t>(nearest | (std::signbit(value) ? 0x80 : 0));
 }
 
-// e2m1(value), of no NaN, by looking through all of them: four bits.
+// e2m1(value) in four bits, for any value but NaN: the nearest of all e2m1 numbers.
 inline uint8_t reference_e2m1(float value) {
   static constexpr double kSizes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   const double magnitude = std::fmin(std::fabs(static_cast<double>(value)), 6.0);
@@ -215,9 +216,9 @@ inline uint8_t reference_e2m1(float value) {
 }
 
 struct ExpectedQuant {
-  std::vector<uint8_t> bytes;  // of the row
-  // Float32 bits, one a group, NaN canonical (0x7fffffff); UE8M0_PACKED: what the byte's power of
-  // two is in float32; NVFP4: e4m3 bits. Empty if the scale is given.
+  std::vector<uint8_t> bytes;
+  // One per group: bits of a float32, where NaN is 0x7fffffff; for NVFP4 of an e4m3. Empty for
+  // PER_TENSOR.
   std::vector<uint32_t> scales;
 };
 
@@ -250,9 +251,8 @@ inline ExpectedQuant reference_nvfp4(const AllnormCall& call, const std::vector<
   }
   return expected;
 }
-// Step 6 of one row: `y_bits` are the rounded elements that reference_row() returns as `out`. Of
-// the call it reads dtype, quant, scale_format, group_size and, PER_TENSOR only, *scale, NVFP4 only
-// *global_scale.
+// Step 6: quantizes one row. `y_bits`: `out` of reference_row(). Reads dtype, quant, scale_format
+// and group_size of the call, *scale for PER_TENSOR and *global_scale for NVFP4.
 inline ExpectedQuant reference_quantize(const AllnormCall& call,
                                         const std::vector<uint32_t>& y_bits) {
   if (call.quant == ALLNORM_QUANT_NVFP4) return reference_nvfp4(call, y_bits);

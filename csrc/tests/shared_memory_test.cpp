@@ -1,7 +1,7 @@
-// Shared memory: what is created is what is opened, and everything else is an error in words.
+// Named shared memory: opening what was created, and the errors.
 #include <string>
 
-#include "testing.h"
+#include "tests/testing.h"
 
 namespace allnorm::testing {
 namespace {
@@ -12,7 +12,7 @@ void expect(int32_t status, AllnormStatus expected, const char* word) {
         word);
 }
 
-void test_shared_memory() {
+TEST(shared_memory) {
   const std::string name = "/allnorm-test-" + std::to_string(getpid());
   void *created = nullptr, *opened = nullptr, *none = &created;
   expect(allnorm_shm_open(name.c_str(), 8192, &none), ALLNORM_SYSTEM, name.c_str());
@@ -27,16 +27,16 @@ void test_shared_memory() {
         "two mappings differ");
   check(allnorm_shm_unlink(name.c_str()) == ALLNORM_OK, "%s", allnorm_last_error());
   expect(allnorm_shm_unlink(name.c_str()), ALLNORM_SYSTEM, name.c_str());
-  // The memory outlives its name.
+  // The mappings remain after unlink.
   static_cast<char*>(created)[0] = 7;
   check(static_cast<char*>(opened)[0] == 7, "memory was lost with its name");
   check(allnorm_shm_unmap(created, 8192) == ALLNORM_OK, "%s", allnorm_last_error());
   check(allnorm_shm_unmap(opened, 8192) == ALLNORM_OK, "%s", allnorm_last_error());
 }
 
-void test_errors() {
+TEST(errors) {
   void* address = nullptr;
-  // More than any machine has: must fail here, say what to do, and leave no name behind.
+  // More memory than any machine has: fails with advice, and leaves no name behind.
   const std::string name = "/allnorm-test-large-" + std::to_string(getpid());
   expect(allnorm_shm_create(name.c_str(), int64_t{1} << 50, &address), ALLNORM_SYSTEM,
          "--shm-size");
@@ -53,9 +53,3 @@ void test_errors() {
 
 }  // namespace
 }  // namespace allnorm::testing
-
-int main() {
-  allnorm::testing::test_shared_memory();
-  allnorm::testing::test_errors();
-  return allnorm::testing::result();
-}

@@ -1,7 +1,7 @@
-// Deadlines: when a wait looks at the clock, when it is long, when its time is up.
+// Deadlines: when a wait reads the clock, when it is long, and when it times out.
 #include "protocol/signal.h"
 
-#include "testing.h"
+#include "tests/testing.h"
 
 namespace allnorm::testing {
 namespace {
@@ -21,7 +21,7 @@ void test_looks(int64_t timeout_ns, int64_t long_after_ns) {
     check(deadline.look_due(), "no look is due");
   }
   HandClock::now = 1'000'000'000;
-  check(!deadline.expired(), "the time is up at the first look");
+  check(!deadline.expired(), "timed out at the first look");
   check(!deadline.is_long(), "a wait is long at the first look");
   const int64_t start = HandClock::now;
   HandClock::now = start + long_after_ns;
@@ -31,15 +31,13 @@ void test_looks(int64_t timeout_ns, int64_t long_after_ns) {
   check(!deadline.expired() && deadline.is_long(), "not long after %lld ns",
         static_cast<long long>(long_after_ns + 1));
   HandClock::now = start + timeout_ns + 1;
-  check(deadline.expired() && deadline.is_long(), "the time is not up");
+  check(deadline.expired() && deadline.is_long(), "not timed out");
+}
+
+TEST(looks) {
+  test_looks(60'000'000'000, Deadline<HandClock>::kLongNs);
+  test_looks(2'000'000, 500'000);  // a quarter of a short timeout
 }
 
 }  // namespace
 }  // namespace allnorm::testing
-
-int main() {
-  using namespace allnorm::testing;
-  test_looks(60'000'000'000, allnorm::Deadline<HandClock>::kLongNs);
-  test_looks(2'000'000, 500'000);  // a quarter of a short timeout
-  return result();
-}

@@ -1,4 +1,4 @@
-// What the C++ tests share: checks, ranks as processes, data.
+// Shared by all C++ tests: registration of tests, checks, ranks as processes, data.
 #ifndef ALLNORM_TESTS_TESTING_H_
 #define ALLNORM_TESTS_TESTING_H_
 
@@ -20,9 +20,11 @@
 
 namespace allnorm::testing {
 
+// ---- Tests and checks --------------------------------------------------------------------------
+
 inline int g_failures = 0;
 
-// Prints the first few failures; main() returns result().
+// Reports a failed check; only the first 20 are printed. Returns `ok`.
 __attribute__((format(printf, 2, 3))) inline bool check(bool ok, const char* format, ...) {
   if (ok) return true;
   if (++g_failures > 20) return false;
@@ -34,12 +36,37 @@ __attribute__((format(printf, 2, 3))) inline bool check(bool ok, const char* for
   va_end(arguments);
   return false;
 }
+// The exit status of the program.
 inline int result() {
   if (g_failures != 0) fprintf(stderr, "%d checks failed\n", g_failures);
   return g_failures == 0 ? 0 : 1;
 }
 
-// splitmix64: the same on every rank for the same seed.
+struct Test {
+  const char* name;
+  void (*run)();
+};
+inline std::vector<Test>& all_tests() {
+  static std::vector<Test> tests;
+  return tests;
+}
+// Defines a test. main(), at the end of this file, runs all tests in the order of their
+// definitions.
+#define TEST(name)                                                    \
+  static void test_##name();                                          \
+  [[maybe_unused]] static const bool registered_##name = [] {         \
+    ::allnorm::testing::all_tests().push_back({#name, &test_##name}); \
+    return true;                                                      \
+  }();                                                                \
+  static void test_##name()
+
+// Argument `index` of the command line as a number, or `otherwise`; set by main().
+inline std::vector<const char*> g_arguments;
+inline int64_t argument(size_t index, int64_t otherwise) {
+  return index < g_arguments.size() ? atoll(g_arguments[index]) : otherwise;
+}
+
+// splitmix64: every rank draws the same numbers from the same seed.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
@@ -59,14 +86,21 @@ class Random {
 
 // ---- Ranks ------------------------------------------------------------------------------------
 
-// Under ThreadSanitizer ranks are threads of one process, or it could not see both sides.
+// Under ThreadSanitizer ranks are threads of one process, so that it sees the accesses of all
+// ranks.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kRanksAreThreads = true;
 #else
 constexpr bool kRanksAreThreads = false;
 #endif
+// Instrumented code takes ten times as long, so tests run fewer cases.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kFewer = 10;
+#else
+constexpr int kFewer = 1;
+#endif
 
-// Memory that all ranks share.
+// Memory shared by all ranks.
 class SharedMemory {
  public:
   explicit SharedMemory(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
@@ -82,7 +116,7 @@ class SharedMemory {
   void* address_;
 };
 
-// Runs body(rank) on every rank; a rank's failed checks become failures here.
+// Runs body(rank) on every rank. Fails if a check fails on any rank.
 inline void run_ranks(int world_size, const std::function<void(int)>& body) {
   fflush(nullptr);
   if (kRanksAreThreads) {
@@ -111,13 +145,13 @@ inline void run_ranks(int world_size, const std::function<void(int)>& body) {
   }
 }
 
-// The workspaces of a group, and a barrier for its ranks.
+// The workspaces of a group of ranks, and a barrier among them.
 class Group {
  public:
   Group(int world_size, int64_t workspace_bytes)
       : world_size_(world_size),
         workspace_bytes_((workspace_bytes + 4095) / 4096 * 4096),
-        given_bytes_(workspace_bytes),
+        config_bytes_(workspace_bytes),
         memory_(4096 + world_size * workspace_bytes_) {}
 
   void barrier() {
@@ -133,7 +167,7 @@ class Group {
     config.rank = rank;
     config.world_size = world_size_;
     config.device = -1;
-    config.workspace_bytes = given_bytes_;
+    config.workspace_bytes = config_bytes_;
     config.timeout_ns = timeout_ns;
     config.first_op = first_op;
     for (int r = 0; r < world_size_; ++r) {
@@ -151,15 +185,34 @@ class Group {
  private:
   int world_size_;
   int64_t workspace_bytes_;
-  int64_t given_bytes_;
+  int64_t config_bytes_;
   SharedMemory memory_;
 };
+
+// How on_ranks() creates communicators.
+struct OnRanks {
+  int64_t workspace_bytes = 1 << 16;
+  uint32_t first_op = 0;
+  int64_t timeout_ns = 60'000'000'000;
+};
+// Runs body(group, comm, rank) on every rank, with a communicator that is destroyed after all ranks
+// have returned.
+template <class Body>
+void on_ranks(int world_size, const OnRanks& options, const Body& body) {
+  Group group(world_size, options.workspace_bytes);
+  run_ranks(world_size, [&](int rank) {
+    AllnormComm* const comm = group.create(rank, options.first_op, options.timeout_ns);
+    body(group, comm, rank);
+    group.barrier();
+    allnorm_comm_destroy(comm);
+  });
+}
 
 // ---- Data -------------------------------------------------------------------------------------
 
 inline int64_t element_bytes(int dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
 
-// A matrix of any dtype with gaps between its rows.
+// A matrix of any dtype with gaps between its rows. All bytes are 0x5a at first.
 struct Matrix {
   Matrix(int dtype, int64_t rows, int64_t columns, int64_t gap = 0)
       : dtype(dtype),
@@ -186,13 +239,13 @@ struct Matrix {
   std::vector<uint8_t> bytes;
 };
 
-// Bits of an element. Style 0: ordinary values; 1: ordinary with special values among them;
+// Random bits of an element. Style 0: ordinary values; 1: some special values among ordinary ones;
 // 2: any bit pattern.
 inline uint32_t random_bits(Random& random, int dtype, int style) {
   const uint64_t draw = random.next();
   if (style == 2) return static_cast<uint32_t>(draw) & (dtype == ALLNORM_FLOAT32 ? ~0u : 0xffffu);
   if (style == 1 && draw % 64 == 0) {
-    // Zeros of both signs, denormals, the largest numbers, ties: the exponent comes at random.
+    // Zeros of both signs, denormals, the largest numbers, and ties.
     static constexpr uint32_t kSpecial[] = {0x0000, 0x8000, 0x0001, 0x8001, 0x007f, 0x03ff,
                                             0x0400, 0x0080, 0x3c00, 0x3f80, 0x7bff, 0x7b80};
     const uint32_t bits = kSpecial[draw / 64 % 12];
@@ -214,12 +267,27 @@ inline Matrix random_matrix(Random& random, int dtype, int64_t rows, int64_t col
 }
 
 inline std::vector<uint32_t> row_of(const Matrix& matrix, int64_t row) {
-  std::vector<uint32_t> bits(static_cast<size_t>(matrix.columns));
-  for (int64_t i = 0; i < matrix.columns; ++i) {
-    bits[static_cast<size_t>(i)] = matrix.bits(row, i);
-  }
+  std::vector<uint32_t> bits;
+  for (int64_t i = 0; i < matrix.columns; ++i) bits.push_back(matrix.bits(row, i));
   return bits;
+}
+inline void set_row(Matrix& matrix, int64_t row, const std::vector<uint32_t>& bits) {
+  for (int64_t i = 0; i < matrix.columns; ++i) {
+    matrix.set_bits(row, i, bits[static_cast<size_t>(i)]);
+  }
 }
 
 }  // namespace allnorm::testing
+
+int main(int argc, char** argv) {
+  using namespace allnorm::testing;  // NOLINT: main() is in no namespace
+  g_arguments.assign(argv + 1, argv + argc);
+  for (const Test& test : all_tests()) {
+    const int before = g_failures;
+    test.run();
+    if (g_failures != before) fprintf(stderr, "in test %s\n", test.name);
+  }
+  return result();
+}
+
 #endif  // ALLNORM_TESTS_TESTING_H_

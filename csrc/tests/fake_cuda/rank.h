@@ -1,4 +1,4 @@
-// A rank of two on the fake runtime; of its peer there is memory only.
+// Rank of a communicator on the fake runtime. Its peers only have memory.
 #ifndef ALLNORM_TESTS_FAKE_CUDA_RANK_H_
 #define ALLNORM_TESTS_FAKE_CUDA_RANK_H_
 
@@ -13,7 +13,7 @@
 
 namespace allnorm::testing {
 
-// Memory that lies at a multiple of 256 bytes.
+// Memory aligned to 256 bytes.
 class Aligned {
  public:
   explicit Aligned(size_t bytes) : bytes_(bytes + 256) {}
@@ -28,8 +28,8 @@ class Aligned {
 
 constexpr int64_t kBytes = 1 << 18;
 
-// Communicators that stay for graphs. Reachable to the very end, so that a leak checker lets them
-// be.
+// Communicators that graphs still need. They are never freed, but remain reachable for the leak
+// checker.
 inline std::set<AllnormComm*>& held = *new std::set<AllnormComm*>;
 
 class Rank {
@@ -74,7 +74,7 @@ class Rank {
     call.residual_out = tensor(4);
     return call;
   }
-  // Nothing reads or writes them.
+  // A distinct address, which is never accessed.
   static char* tensor(int64_t number) {
     return reinterpret_cast<char*>((int64_t{1} << 40) + (number << 32));
   }
@@ -101,9 +101,10 @@ inline cudaStream_t new_stream(bool lasts = false) {
   return stream;
 }
 
-inline bool said(const char* words) { return strstr(allnorm_last_error(), words) != nullptr; }
+inline bool error_has(const char* text) { return strstr(allnorm_last_error(), text) != nullptr; }
 
-// `next` waits for what is on `stream` now; within a capture it joins it.
+// Makes `next` wait for the work enqueued on `stream` so far. If `stream` is being captured, `next`
+// joins the capture.
 inline void follow(cudaStream_t next, cudaStream_t stream) {
   cudaEvent_t event = nullptr;
   cudaEventCreateWithFlags(&event, cudaEventDisableTiming);

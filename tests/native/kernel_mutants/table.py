@@ -1,4 +1,4 @@
-"""The faults of the sources (`csrc/protocol/fault_switch.h`): the test of each, and its report."""
+"""The faults of the sources (`csrc/protocol/fault_switch.h`), with the tests that report them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Build = Literal["plain", "thread"]
 
 @dataclass(frozen=True)
 class Fault:
-    """A defect.
+    """A defect that a test must report.
 
     Attributes:
-        name: that of the switch.
-        report: the test must fail, and say one of these.
-        test: the program that reports it.
-        build: with ThreadSanitizer ("thread") or, over sequentially consistent memory, without.
+        name: The name of its switch.
+        report: The test must fail and print one of these texts.
+        test: The program that reports it.
+        build: "thread" with ThreadSanitizer, or "plain", with sequentially consistent memory.
     """
 
     name: str
@@ -50,12 +50,12 @@ def _after_failure(name: str) -> Fault:
 
 
 def _access(name: str, test: str = "cuda_accesses_test") -> Fault:
-    """What nothing else reports: on this memory model it does no harm, or no kernel is so late."""
+    """A fault that only the check of accesses finds: it never causes a wrong result in a test."""
     return Fault(name, ("seen",), test)
 
 
 FAULTS = (
-    # Slots that are handed back.
+    # Return of slots.
     _slots("no_fence"),
     _slots("fence_after_number"),
     _slots("number_read_relaxed"),
@@ -64,7 +64,7 @@ FAULTS = (
     _wrong("operations_since_not_counted", HANGS),
     _wrong("equal_for_reached", HANGS),
     _wrong("compared_without_wrapping", HANGS),
-    # Where slots are.
+    # Places of slots.
     _slots("half_of_one_operation"),
     _slots("half_as_many_tags"),
     _slots("half_not_handed_back"),
@@ -74,7 +74,7 @@ FAULTS = (
     _races("one_large_phase", SLOT_RACE, WRONG),
     _wrong("one_unit", WRONG, HANGS, NOT_EMPTY),
     _wrong("slots_of_another_rank", WRONG, HANGS, NOT_EMPTY),
-    # What is in them.
+    # Contents of slots.
     _wrong("one_word_tested"),
     _wrong("not_canonicalized", HANGS),
     _wrong("partials_not_cleared", WRONG, NOT_EMPTY),
@@ -82,13 +82,13 @@ FAULTS = (
     _wrong("slots_not_peeked_anew", WRONG, NOT_EMPTY, HANGS),
     _access("sums_relayed_plainly"),
     _access("fence_on_the_data_path"),
-    # Grids that follow each other.
+    # Consecutive grids.
     _races("grid_not_waited_for"),
     _races("input_read_early"),
     _wrong("counter_read_early", WRONG, HANGS, NOT_EMPTY, "counter"),
     _races("counter_advanced_early"),
     _races("counters_of_blocks_advanced", RACE, WRONG, HANGS),
-    # Threads of a block, blocks of a cluster.
+    # Synchronization within blocks and clusters.
     _wrong("any_lane_suffices"),
     _races("row_sums_without_barrier"),
     _races("one_buffer_of_row_sums"),
@@ -96,10 +96,10 @@ FAULTS = (
     _races("cluster_does_not_join"),
     _races("scales_sent_before_staged"),
     _races("greatest_read_early", test="cuda_local_test"),
-    # What is sent when.
+    # Schedules.
     _wrong("next_row_not_sent", HANGS),
     _wrong("turns_do_not_add_up", "ns after it is due", test="cuda_pace_test"),
-    # Announcements, and what follows from a failure.
+    # Announcements and failures.
     _wrong("roll_call_does_not_wait", FAULT, test="cuda_faults_test"),
     _wrong("every_lane_names_who_is_missing", FAULT, test="cuda_faults_test"),
     _after_failure("sums_relayed_after_failure"),
@@ -107,10 +107,10 @@ FAULTS = (
     _after_failure("packed_rows_published_after_failure"),
     _after_failure("partials_sent_after_failure"),
     _wrong(
-        *("nvfp4_scale_zero_after_failure", "scales left after a timeout", WRONG_NUMBERS),
+        *("nvfp4_scale_zero_after_failure", "is not NaN after a failure", WRONG_NUMBERS),
         test="cuda_faults_test",
     ),
-    # Arithmetic, and rows and bytes that are not the ones meant.
+    # Arithmetic, and addresses of rows and bytes.
     _wrong("other_order_of_sums", test="cuda_kernels_test"),
     _wrong("maximum_of_the_wrong_chunks", test="cuda_kernels_test"),
     _wrong("partial_of_the_row_before"),
@@ -132,8 +132,7 @@ FAULTS = (
     _access("cpu_step_not_waited_for", "cpu_accesses_test"),
 )
 
-# Reported elsewhere: by the models (tests/native/protocol_model), by the rules for machine code
-# (tests/native/sass).
+# Faults that the models of the protocol report, and those that the rules for machine code report.
 OF_MODELS = ("first_tag_word_not_tested", "second_tag_word_not_tested", "one_pull_phase")
 OF_MACHINE_CODE = (
     *("peers_polled_one_by_one", "counters_advanced_by_atomics", "cluster_meets_for_each_row"),
