@@ -1,7 +1,6 @@
 // Random calls whose tensors lie in one arena, and which bytes each tensor has. Follows the
 // comments of allnorm.h, not the code under test.
-#ifndef ALLNORM_TESTS_CALL_MEMORY_H_
-#define ALLNORM_TESTS_CALL_MEMORY_H_
+#pragma once
 
 #include <algorithm>
 #include <cstddef>
@@ -251,4 +250,3 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
 }
 
 }  // namespace allnorm::testing
-#endif  // ALLNORM_TESTS_CALL_MEMORY_H_

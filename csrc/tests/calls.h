@@ -1,6 +1,5 @@
 // Random options of calls, and memory for their results: shared by the tests of both backends.
-#ifndef ALLNORM_TESTS_CALLS_H_
-#define ALLNORM_TESTS_CALLS_H_
+#pragma once
 
 #include <algorithm>
 
@@ -264,4 +263,3 @@ struct QuantMemory {
 };
 
 }  // namespace allnorm::testing
-#endif  // ALLNORM_TESTS_CALLS_H_

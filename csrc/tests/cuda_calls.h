@@ -1,7 +1,6 @@
 // Random calls of all ranks with their data and expected results, for the tests of the CUDA
 // kernels.
-#ifndef ALLNORM_TESTS_CUDA_CALLS_H_
-#define ALLNORM_TESTS_CUDA_CALLS_H_
+#pragma once
 
 #include <algorithm>
 #include <memory>
@@ -295,4 +294,3 @@ constexpr int kDtypeOf = std::is_same_v<T, Float32>   ? ALLNORM_FLOAT32
                                                       : ALLNORM_BFLOAT16;
 
 }  // namespace allnorm::testing
-#endif  // ALLNORM_TESTS_CUDA_CALLS_H_

@@ -1,6 +1,5 @@
 // Ranks with simulated GPUs (tests/shim), for the tests of the fused CUDA kernels.
-#ifndef ALLNORM_TESTS_CUDA_RANKS_H_
-#define ALLNORM_TESTS_CUDA_RANKS_H_
+#pragma once
 
 #include <algorithm>
 #include <vector>
@@ -220,4 +219,3 @@ void run_operations(Operations& operations, uint64_t seed, uint32_t first_op) {
 }
 
 }  // namespace allnorm::testing
-#endif  // ALLNORM_TESTS_CUDA_RANKS_H_

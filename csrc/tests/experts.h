@@ -1,6 +1,5 @@
 // Random sums of experts' rows (numerics step 0): the inputs of a rank and its expected partials.
-#ifndef ALLNORM_TESTS_EXPERTS_H_
-#define ALLNORM_TESTS_EXPERTS_H_
+#pragma once
 
 #include <algorithm>
 #include <climits>
@@ -134,4 +133,3 @@ Experts random_experts(Random& random, int dtype, int64_t tokens, int64_t hidden
 }
 
 }  // namespace allnorm::testing
-#endif  // ALLNORM_TESTS_EXPERTS_H_

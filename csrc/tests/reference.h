@@ -1,6 +1,5 @@
 // The numerics page as scalar code: the expected results of every kernel.
-#ifndef ALLNORM_TESTS_REFERENCE_H_
-#define ALLNORM_TESTS_REFERENCE_H_
+#pragma once
 
 #include <cmath>
 #include <cstdint>
@@ -288,4 +287,3 @@ inline ExpectedQuant reference_quantize(const AllnormCall& call,
 }
 
 }  // namespace allnorm::testing
-#endif  // ALLNORM_TESTS_REFERENCE_H_

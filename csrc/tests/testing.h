@@ -1,6 +1,5 @@
 // Shared by all C++ tests: registration of tests, checks, ranks as processes, data.
-#ifndef ALLNORM_TESTS_TESTING_H_
-#define ALLNORM_TESTS_TESTING_H_
+#pragma once
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -289,5 +288,3 @@ int main(int argc, char** argv) {
   }
   return result();
 }
-
-#endif  // ALLNORM_TESTS_TESTING_H_

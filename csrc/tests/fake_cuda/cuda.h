@@ -1,6 +1,5 @@
 // The part of CUDA's driver API that the host side of the CUDA backend calls; see fake.h.
-#ifndef ALLNORM_TESTS_FAKE_CUDA_CUDA_H_
-#define ALLNORM_TESTS_FAKE_CUDA_CUDA_H_
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -10,5 +9,3 @@ typedef struct FakeContext* CUcontext;
 struct CUDA_KERNEL_NODE_PARAMS {
   CUcontext ctx;
 };
-
-#endif  // ALLNORM_TESTS_FAKE_CUDA_CUDA_H_

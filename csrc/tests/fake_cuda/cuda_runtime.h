@@ -1,7 +1,6 @@
 // The part of CUDA's runtime API that the host side of the CUDA backend calls; see fake.h. Replaces
 // CUDA's header in the host_*_test programs.
-#ifndef ALLNORM_TESTS_FAKE_CUDA_RUNTIME_H_
-#define ALLNORM_TESTS_FAKE_CUDA_RUNTIME_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -174,5 +173,3 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
                                                           int threads, size_t shared_bytes);
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments);
-
-#endif  // ALLNORM_TESTS_FAKE_CUDA_RUNTIME_H_

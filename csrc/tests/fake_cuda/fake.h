@@ -5,8 +5,7 @@
 // destroyed stream continues, an event recorded in a capture belongs to that capture, and breaking
 // the rules of captures invalidates them. Using a destroyed stream ends a real process; here it
 // counts as a violation.
-#ifndef ALLNORM_TESTS_FAKE_CUDA_FAKE_H_
-#define ALLNORM_TESTS_FAKE_CUDA_FAKE_H_
+#pragma once
 
 #include <cuda_runtime.h>
 
@@ -73,4 +72,3 @@ int num_alive();
 int current_device();
 
 }  // namespace allnorm::fake
-#endif  // ALLNORM_TESTS_FAKE_CUDA_FAKE_H_

@@ -1,6 +1,5 @@
 // Rank of a communicator on the fake runtime. Its peers only have memory.
-#ifndef ALLNORM_TESTS_FAKE_CUDA_RANK_H_
-#define ALLNORM_TESTS_FAKE_CUDA_RANK_H_
+#pragma once
 
 #include <cstring>
 #include <set>
@@ -114,4 +113,3 @@ inline void follow(cudaStream_t next, cudaStream_t stream) {
 }
 
 }  // namespace allnorm::testing
-#endif  // ALLNORM_TESTS_FAKE_CUDA_RANK_H_

@@ -1,6 +1,5 @@
 // The state of the fake of CUDA's runtime, and the objects of CUDA's handles.
-#ifndef ALLNORM_TESTS_FAKE_CUDA_STATE_H_
-#define ALLNORM_TESTS_FAKE_CUDA_STATE_H_
+#pragma once
 
 #include <cuda.h>
 
@@ -122,5 +121,3 @@ inline FakeStream& stream_of(cudaStream_t handle) {
   if (!handle->alive) violate("a destroyed stream was used");
   return *handle;
 }
-
-#endif  // ALLNORM_TESTS_FAKE_CUDA_STATE_H_

@@ -8,8 +8,7 @@
 //
 // The library is compiled without -fsanitize=thread: ThreadSanitizer checks the kernels, not the
 // scheduler.
-#ifndef ALLNORM_TESTS_SHIM_DEVICE_H_
-#define ALLNORM_TESTS_SHIM_DEVICE_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -169,5 +168,3 @@ inline unsigned long long atomicAdd(unsigned long long* address, unsigned long l
 }
 inline void __threadfence_system() { allnorm::shim::fence(allnorm::shim::Scope::kSystem); }
 inline void __threadfence() { allnorm::shim::fence(allnorm::shim::Scope::kDevice); }
-
-#endif  // ALLNORM_TESTS_SHIM_DEVICE_H_

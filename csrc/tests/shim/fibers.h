@@ -1,6 +1,5 @@
 // Fibers of one OS thread that sanitizers understand.
-#ifndef ALLNORM_TESTS_SHIM_FIBERS_H_
-#define ALLNORM_TESTS_SHIM_FIBERS_H_
+#pragma once
 
 #include <ucontext.h>
 
@@ -71,4 +70,3 @@ void forbid(const void* address, size_t bytes);
 void allow(const void* address, size_t bytes);
 
 }  // namespace allnorm::shim
-#endif  // ALLNORM_TESTS_SHIM_FIBERS_H_

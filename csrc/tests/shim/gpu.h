@@ -1,6 +1,5 @@
 // Warp votes and shuffles of simulated GPUs; replaces csrc/gpu/cuda/gpu.h.
-#ifndef ALLNORM_GPU_GPU_H_
-#define ALLNORM_GPU_GPU_H_
+#pragma once
 
 #include "tests/shim/device.h"
 
@@ -11,4 +10,3 @@ inline bool all_lanes(bool value) { return shim::vote_all(value); }
 inline float shuffle_xor(float value, int mask) { return shim::shuffle_xor(value, mask); }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_GPU_H_

@@ -1,6 +1,5 @@
 // The parts of a running grid: blocks, warps, threads.
-#ifndef ALLNORM_TESTS_SHIM_GRID_H_
-#define ALLNORM_TESTS_SHIM_GRID_H_
+#pragma once
 
 #include <cstdint>
 #include <deque>
@@ -84,4 +83,3 @@ struct Stream {
 };
 
 }  // namespace allnorm::shim
-#endif  // ALLNORM_TESTS_SHIM_GRID_H_

@@ -1,6 +1,5 @@
 // The memory operations of simulated GPUs; replaces csrc/gpu/cuda/memory.cuh in the kernel tests.
-#ifndef ALLNORM_GPU_MEMORY_CUH_
-#define ALLNORM_GPU_MEMORY_CUH_
+#pragma once
 
 #include <cmath>
 #include <cstdint>
@@ -233,4 +232,3 @@ struct DeviceClock {
 inline void sleep_briefly() { shim::yield(); }
 
 }  // namespace allnorm
-#endif  // ALLNORM_GPU_MEMORY_CUH_

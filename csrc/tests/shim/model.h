@@ -14,8 +14,7 @@
 // ThreadSanitizer reports "race on workspace slot".
 //
 // None of this has an effect without ThreadSanitizer.
-#ifndef ALLNORM_TESTS_SHIM_MODEL_H_
-#define ALLNORM_TESTS_SHIM_MODEL_H_
+#pragma once
 
 #include <cstdint>
 #include <memory>
@@ -100,4 +99,3 @@ void acquire_seen(const void* address);
 void fence(Scope scope);
 
 }  // namespace allnorm::shim
-#endif  // ALLNORM_TESTS_SHIM_MODEL_H_

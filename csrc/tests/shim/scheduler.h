@@ -1,6 +1,5 @@
 // The scheduler of a machine: its grids, and the choice of threads to run.
-#ifndef ALLNORM_TESTS_SHIM_SCHEDULER_H_
-#define ALLNORM_TESTS_SHIM_SCHEDULER_H_
+#pragma once
 
 #include <memory>
 #include <vector>
@@ -113,4 +112,3 @@ struct SharedVariable {
 std::vector<SharedVariable>& shared_variables();
 
 }  // namespace allnorm::shim
-#endif  // ALLNORM_TESTS_SHIM_SCHEDULER_H_

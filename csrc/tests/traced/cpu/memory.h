@@ -1,6 +1,5 @@
 // Replaces csrc/cpu/memory.h in cpu_accesses_test: its memory operations call note_access() first.
-#ifndef ALLNORM_TESTS_TRACED_CPU_MEMORY_H_
-#define ALLNORM_TESTS_TRACED_CPU_MEMORY_H_
+#pragma once
 
 #define store_release untraced_store_release
 #define load_acquire untraced_load_acquire
@@ -39,4 +38,3 @@ TRACED(load_relaxed, "relaxed")
 #undef TRACED
 
 }  // namespace allnorm
-#endif  // ALLNORM_TESTS_TRACED_CPU_MEMORY_H_
