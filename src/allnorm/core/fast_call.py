@@ -38,21 +38,13 @@ _NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weight
 
 
 class FastCall(NamedTuple):
-    """The functions of csrc/python for one Dispatcher.
+    """The functions of csrc/python for one Dispatcher."""
 
-    Attributes:
-        call: takes the fields of a Call by keyword; returns the results.
-        keep: takes a result of `_prepare`; `call` repeats such calls from then on.
-        forget: drops all that was kept.
-        close: acts like `forget`, and cancels launches that other threads are about to make.
-        holder: returns the id of the thread that is in a launch (threading.get_ident), or 0.
-    """
-
-    call: Callable[..., Any]
-    keep: Callable[[Any], None]
-    forget: Callable[[], None]
-    close: Callable[[], None]
-    holder: Callable[[], int]
+    call: Callable[..., Any]  # takes the fields of a Call by keyword; returns the results
+    keep: Callable[[Any], None]  # takes a result of `_prepare`; `call` repeats such calls
+    forget: Callable[[], None]  # drops all that was kept
+    close: Callable[[], None]  # like `forget`; also cancels launches of other threads
+    holder: Callable[[], int]  # returns the id of the thread that is in a launch, or 0
 
 
 def available() -> bool:

@@ -46,24 +46,17 @@ def allow_shared_gpus(allowed: bool) -> None:
 
 @dataclass
 class Workspace:
-    """The mapped workspaces of all ranks.
+    """The mapped workspaces of all ranks."""
 
-    Attributes:
-        addresses: address of every rank's workspace in this process, by rank; empty if there are
-            no workspaces.
-        num_bytes: bytes of each.
-        obstacle: why there are none; empty if there are.
-        reach: if some devices do not reach others: the groups of ranks that reach each other, if
-            reachability is transitive; otherwise empty.
-        notes: address of every rank's note (notes.py), initially zeros, in host memory that is
-            released with the workspaces; empty on CUDA.
-    """
-
-    addresses: list[int]
-    num_bytes: int
-    obstacle: str = ""
+    addresses: list[int]  # address of every rank's workspace here; empty if there are none
+    num_bytes: int  # bytes of each
+    obstacle: str = ""  # why there are none; empty if there are
     _release: Callable[[], None] | None = None
+    # If some devices do not reach others: the groups of ranks that reach each other, provided that
+    # reachability is transitive. Otherwise empty.
     reach: islands.Islands = ()
+    # Address of every rank's note (notes.py), initially zeros, in host memory that is released with
+    # the workspaces. Empty on CUDA.
     notes: tuple[int, ...] = ()
 
     def release(self) -> None:

@@ -37,17 +37,11 @@ DTYPES = {name: getattr(torch, name) for name in names.DTYPES}
 
 @dataclass(frozen=True)
 class Batch:
-    """All ranks' inputs of one call, so that each rank can compute the reference alone.
+    """All ranks' inputs of one call, so that each rank can compute the reference alone."""
 
-    Attributes:
-        xs: every rank's partial sums, each [num_tokens, hidden_size].
-        residual: [num_tokens, hidden_size], equal on every rank.
-        weight: [hidden_size], weight of the norm.
-    """
-
-    xs: tuple[Tensor, ...]
-    residual: Tensor
-    weight: Tensor
+    xs: tuple[Tensor, ...]  # every rank's partial sums, each [num_tokens, hidden_size]
+    residual: Tensor  # [num_tokens, hidden_size], equal on every rank
+    weight: Tensor  # [hidden_size], weight of the norm
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Returns the batch with `change` applied to the partial sums and the residual."""
