@@ -52,7 +52,7 @@ def test_gemms_of_fused_and_of_separate_quantization(
         assert bool(((got.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-12).all())
     is_cuda = communicator.device.type == "cuda"
     is_hopper = is_cuda and torch.cuda.get_device_capability() == (9, 0)
-    assert fp8.has_block_scaled_product(communicator.device) == is_hopper
+    assert fp8.has_block_scaled_gemm(communicator.device) == is_hopper
 
 
 def test_the_example_runs() -> None:
