@@ -292,14 +292,14 @@ class Exchange {
   }
 
   // Checks, rarely during a wait, whether a peer announced a different call, another thread failed,
-  // or the time is up. find_fault() is static and takes values, so that the object stays in
+  // or the time is up. look_at_peers() is static and takes values, so that the object stays in
   // registers.
   __device__ __forceinline__ void check_peers(int source, bool time_is_up) {
-    failed_ = find_fault(params_, op_, source, time_is_up, deadline_.is_long());
+    failed_ = look_at_peers(params_, op_, source, time_is_up, deadline_.is_long());
   }
 
-  __device__ __noinline__ static bool find_fault(const FusedParams& params, uint32_t op, int source,
-                                                 bool time_is_up, bool is_long) {
+  __device__ __noinline__ static bool look_at_peers(const FusedParams& params, uint32_t op,
+                                                    int source, bool time_is_up, bool is_long) {
     char* own = params.workspace[0];
     // This read crosses the bus and takes half a microsecond per waiting warp, so it happens only
     // in long waits (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange). A
