@@ -158,14 +158,7 @@ struct QuantMemory {
   }
   // Expects NaN everywhere, as after a failure.
   void expect_nan(const AllnormCall& call) {
-    // e2m1 has no NaN: elements are zero.
-    const uint8_t element = is_nvfp4(call) ? 0 : 0x7f;
-    const uint32_t scale = is_nvfp4(call) ? 0x7f : 0x7fffffff;
-    for (int64_t row = 0; row < call.num_tokens; ++row) {
-      expect_row(call, row,
-                 {std::vector<uint8_t>(static_cast<size_t>(quantized_row_bytes(call)), element),
-                  std::vector<uint32_t>(static_cast<size_t>(scales_per_row(call)), scale)});
-    }
+    for (int64_t row = 0; row < call.num_tokens; ++row) expect_row(call, row, nan_row(call));
     expect_padding(call);
   }
   void expect_scale(const AllnormCall& call, int64_t row, int64_t group, uint32_t value) {
@@ -221,6 +214,13 @@ struct QuantMemory {
     memcpy(&value, reinterpret_cast<const char*>(scales.data()) + scale_at(call, row, group),
            scale_bytes(call));
     return value;
+  }
+  // A row of NaN. Its elements are zero if they are e2m1, which has no NaN.
+  static ExpectedQuant nan_row(const AllnormCall& call) {
+    const uint8_t element = is_nvfp4(call) ? 0 : 0x7f;
+    const uint32_t scale = is_nvfp4(call) ? 0x7f : 0x7fffffff;
+    return {std::vector<uint8_t>(static_cast<size_t>(quantized_row_bytes(call)), element),
+            std::vector<uint32_t>(static_cast<size_t>(scales_per_row(call)), scale)};
   }
   static bool is_nan_scale(const AllnormCall& call, uint32_t scale) {
     if (is_nvfp4(call)) return scale == 0x7f;

@@ -62,10 +62,7 @@ void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& pa
 void check_nan(const Operation& op, int rank, const char* name) {
   const AllnormCall& call = op.call;
   const auto r = static_cast<size_t>(rank);
-  const ExpectedQuant nan = {std::vector<uint8_t>(static_cast<size_t>(quantized_row_bytes(call)),
-                                                  is_nvfp4(call) ? 0 : 0x7f),
-                             std::vector<uint32_t>(static_cast<size_t>(scales_per_row(call)),
-                                                   is_nvfp4(call) ? 0x7f : 0x7fffffff)};
+  const ExpectedQuant nan = QuantMemory::nan_row(call);
   for (int64_t row = 0; row < call.num_tokens; ++row) {
     bool right = op.out.empty() || std::isnan(to_float(call.dtype, op.out[r].bits(row, 0)));
     if (is_quantized(call)) {

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "tests/testing.h"
+#include "tests/calls.h"
 
 namespace allnorm::testing {
 namespace {
@@ -31,14 +31,7 @@ struct Call {
     call.out_stride = out.stride;
   }
   int32_t run(AllnormComm* comm) { return allnorm_run(comm, &call); }
-  bool is_nan() const {
-    for (int64_t row = 0; row < out.rows; ++row) {
-      for (int64_t i = 0; i < 64; ++i) {
-        if ((out.bits(row, i) & 0x7fffffff) <= 0x7f800000) return false;
-      }
-    }
-    return true;
-  }
+  bool is_nan() const { return all_nan(out); }
 
   AllnormCall call = {};
   Matrix x, out;

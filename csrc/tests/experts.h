@@ -36,23 +36,16 @@ struct Experts {
   int64_t row_of(int64_t token, int k) const {
     return index.empty() ? token * top_k + k : index[static_cast<size_t>(token * index_stride + k)];
   }
-  // Returns whether a choice of the token is not the index of a row.
-  bool is_bad(int64_t token) const {
-    for (int k = 0; k < top_k; ++k) {
-      if (row_of(token, k) < -1 || row_of(token, k) >= num_rows) return true;
-    }
-    return false;
-  }
   // The partial of a token according to the numerics page.
   std::vector<uint32_t> partial(int64_t token) const {
     const auto columns = static_cast<size_t>(hidden);
-    if (is_bad(token)) {
-      return std::vector<uint32_t>(columns, dtype == ALLNORM_FLOAT32 ? 0x7fffffff : 0x7fff);
-    }
     std::vector<std::vector<uint32_t>> chosen;
     std::vector<float> factors;
     for (int k = 0; k < top_k; ++k) {
       const int64_t row = row_of(token, k);
+      if (row < -1 || row >= num_rows) {
+        return std::vector<uint32_t>(columns, dtype == ALLNORM_FLOAT32 ? 0x7fffffff : 0x7fff);
+      }
       if (row == -1) continue;
       chosen.push_back(testing::row_of(*rows, row));
       if (weights.empty()) continue;

@@ -181,11 +181,7 @@ TEST(failed_launch) {
             "they are told out of order");
       check((last.capture != 0) == captured, "they are told on a different stream");
       check_broken(rank, "launch");
-      if (captured) {
-        cudaGraph_t graph = nullptr;
-        check(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "the capture broke");
-        cudaGraphDestroy(graph);
-      }
+      if (captured) cudaGraphExecDestroy(end_capture(stream));
       check(rank.close() == (captured ? ALLNORM_BUSY : ALLNORM_OK), "close: %s",
             allnorm_last_error());
     }
@@ -276,11 +272,7 @@ TEST(graphs_hold_the_communicator) {
   const int alive = fake::num_alive();
   check(rank.close() == ALLNORM_BUSY && error_has("graph"), "closed during a capture");
   check(rank.run(stream) == ALLNORM_CLOSED, "a call after close()");
-  cudaGraph_t graph = nullptr;
-  check(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "close() broke the capture");
-  cudaGraphExec_t exec = nullptr;
-  cudaGraphInstantiate(&exec, graph);
-  cudaGraphDestroy(graph);
+  const cudaGraphExec_t exec = end_capture(stream);
   cudaGraphLaunch(exec, stream);
   check(rank.close() == ALLNORM_BUSY && fake::num_alive() == alive, "something has been freed");
   cudaGraphExecDestroy(exec);
@@ -357,21 +349,6 @@ TEST(loaded_code) {
         allnorm_last_error());
   check(fake::num_alive() == alive, "an object is left");
   check(rank.open() == ALLNORM_OK, "a failure was cached: %s", allnorm_last_error());
-}
-
-TEST(dependent_launch_can_be_off) {
-  fake::reset();
-  Rank off(2, ALLNORM_NO_DEPENDENT_LAUNCH), on;
-  off.open();
-  on.open();
-  AllnormCall call = on.norm(nullptr);
-  off.run(call);
-  on.run(call);
-  call.flags = ALLNORM_NO_PDL;
-  on.run(call);
-  check(launches().size() == 3 && !launches()[0].dependent && launches()[1].dependent &&
-            !launches()[2].dependent,
-        "dependent launches of %zu", launches().size());
 }
 
 // ---- alignment

@@ -40,16 +40,6 @@ struct Scene {
   Rank rank;
 };
 
-cudaGraphExec_t end(cudaStream_t stream) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  check(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "the capture is not valid");
-  if (graph == nullptr) return nullptr;
-  cudaGraphInstantiate(&exec, graph);
-  cudaGraphDestroy(graph);
-  return exec;
-}
-
 // A repeated call only queries the capture status.
 TEST(repeated_calls) {
   Scene scene("repeated");
@@ -69,9 +59,7 @@ TEST(repeated_calls) {
     cudaStreamBeginCapture(stream);
     for (int i = 0; i < 3; ++i) scene.run(stream);
     check(fake::calls_of("cudaStreamUpdateCaptureDependencies") == 0, "repeated calls set edges");
-    cudaGraph_t graph = nullptr;
-    cudaStreamEndCapture(stream, &graph);
-    cudaGraphDestroy(graph);
+    cudaGraphExecDestroy(end_capture(stream));
   }
 }
 
@@ -168,12 +156,12 @@ TEST(when_a_launch_begins) {
     fake::launch_foreign(other, false);
     follow(stream, other);
     check(run() == Start::kLetIn, "after two");
-    cudaGraphExecDestroy(end(stream));
+    cudaGraphExecDestroy(end_capture(stream));
     // The graph of a part of a layer begins with a GEMM.
     cudaStreamBeginCapture(stream);
     fake::launch_foreign(stream, false);
     check(run() == Start::kBegun, "after a plain launch that begins the capture");
-    cudaGraphExecDestroy(end(stream));
+    cudaGraphExecDestroy(end_capture(stream));
   }
 }
 
@@ -194,26 +182,30 @@ TEST(a_failed_launch_takes_its_start_back) {
     check(start_of_last() == Start::kEnded, "the launch after one that failed");
     fake::launch_foreign(stream, false);
     check(start_of_last() == Start::kEnded, "a different library's launch after one that failed");
-    cudaGraphExecDestroy(end(stream));
+    cudaGraphExecDestroy(end_capture(stream));
   }
 }
 
 // Without dependent launch, no launch begins early.
 TEST(no_early_start_without_dependent_launch) {
   fake::reset();
-  Rank off(2, ALLNORM_NO_DEPENDENT_LAUNCH), on;
+  Rank off(ALLNORM_NO_DEPENDENT_LAUNCH), on;
   off.open();
   on.open();
   const cudaStream_t stream = new_stream(true);
-  cudaStreamBeginCapture(stream);
-  AllnormCall call = on.norm(stream);
-  for (const bool flag : {false, true}) {
-    fake::launch_foreign(stream, false);
-    if (flag) call.flags = ALLNORM_NO_PDL;
-    (flag ? on : off).run(call);
-    check(start_of_last() == Start::kEnded, "%s", flag ? "of a call" : "of a communicator");
+  for (const bool captured : {false, true}) {
+    if (captured) cudaStreamBeginCapture(stream);
+    AllnormCall call = on.norm(stream);
+    on.run(call);
+    check(start_of_last() == Start::kLetIn, "with dependent launch, captured %d", captured);
+    for (const bool flag : {false, true}) {
+      fake::launch_foreign(stream, false);
+      if (flag) call.flags = ALLNORM_NO_PDL;
+      (flag ? on : off).run(call);
+      check(start_of_last() == Start::kEnded, "%s", flag ? "of a call" : "of a communicator");
+    }
   }
-  cudaGraphExecDestroy(end(stream));
+  cudaGraphExecDestroy(end_capture(stream));
 }
 
 // A call that waits for a call of a different stream follows two kernels.
@@ -230,7 +222,7 @@ TEST(ordered_calls_begin_after_both) {
   check(launches().back().before.size() == 2, "after %zu launches",
         launches().back().before.size());
   follow(a, b);
-  cudaGraphExecDestroy(end(a));
+  cudaGraphExecDestroy(end_capture(a));
 }
 
 // cudaStreamPerThread is a different stream on each thread.
@@ -255,9 +247,7 @@ TEST(refusal) {
         allnorm_last_error());
   check(scene.rank.poisoned() != 0,
         "a graph launched now would exchange data with the refused call");
-  cudaGraph_t graph = nullptr;
-  check(cudaStreamEndCapture(a, &graph) == cudaSuccess, "the refusal broke the capture");
-  cudaGraphDestroy(graph);
+  cudaGraphExecDestroy(end_capture(a));
 }
 
 TEST(invalid_capture) {
@@ -397,13 +387,7 @@ class Program {
       if (stream.handle != capture.origin) follow(capture.origin, stream.handle);
       stream.capture = 0;
     }
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamEndCapture(capture.origin, &graph) == cudaSuccess, "a capture broke");
-    if (graph == nullptr) return;
-    cudaGraphExec_t exec = nullptr;
-    cudaGraphInstantiate(&exec, graph);
-    cudaGraphDestroy(graph);
-    graphs_.push_back(exec);
+    if (cudaGraphExec_t exec = testing::end_capture(capture.origin)) graphs_.push_back(exec);
   }
 
   static inline const cudaStream_t kNone = reinterpret_cast<cudaStream_t>(3);

@@ -99,22 +99,6 @@ constexpr int kFewer = 10;
 constexpr int kFewer = 1;
 #endif
 
-// Memory shared by all ranks.
-class SharedMemory {
- public:
-  explicit SharedMemory(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
-    address_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (address_ == MAP_FAILED) abort();
-  }
-  ~SharedMemory() { munmap(address_, bytes_); }
-  SharedMemory(const SharedMemory&) = delete;
-  void* get() const { return address_; }
-
- private:
-  size_t bytes_;
-  void* address_;
-};
-
 // Runs body(rank) on every rank. Fails if a check fails on any rank.
 inline void run_ranks(int world_size, const std::function<void(int)>& body) {
   fflush(nullptr);
@@ -151,10 +135,15 @@ class Group {
       : world_size_(world_size),
         workspace_bytes_((workspace_bytes + 4095) / 4096 * 4096),
         config_bytes_(workspace_bytes),
-        memory_(4096 + world_size * workspace_bytes_) {}
+        bytes_(static_cast<size_t>(4096 + world_size * workspace_bytes_)) {
+    memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory_ == MAP_FAILED) abort();
+  }
+  ~Group() { munmap(memory_, bytes_); }
+  Group(const Group&) = delete;
 
   void barrier() {
-    auto* const arrived = static_cast<uint32_t*>(memory_.get());
+    auto* const arrived = static_cast<uint32_t*>(memory_);
     const uint32_t size = static_cast<uint32_t>(world_size_);
     const uint32_t mine = __atomic_fetch_add(arrived, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(arrived, __ATOMIC_SEQ_CST) < (mine / size + 1) * size) usleep(50);
@@ -170,7 +159,7 @@ class Group {
     config.timeout_ns = timeout_ns;
     config.first_op = first_op;
     for (int r = 0; r < world_size_; ++r) {
-      config.workspaces[r] = static_cast<char*>(memory_.get()) + 4096 + r * workspace_bytes_;
+      config.workspaces[r] = static_cast<char*>(memory_) + 4096 + r * workspace_bytes_;
     }
     AllnormComm* comm = nullptr;
     if (allnorm_comm_create(&config, &comm) != ALLNORM_OK) {
@@ -185,7 +174,8 @@ class Group {
   int world_size_;
   int64_t workspace_bytes_;
   int64_t config_bytes_;
-  SharedMemory memory_;
+  size_t bytes_;
+  void* memory_;
 };
 
 // How on_ranks() creates communicators.

@@ -1,9 +1,9 @@
-// Rank of a communicator on the fake runtime. Its peers only have memory.
+// A rank of two on the fake runtime, whose peer only has memory; and helpers for streams.
 #pragma once
 
 #include <cstring>
+#include <memory>
 #include <set>
-#include <vector>
 
 #include "allnorm.h"
 #include "protocol/layout.h"
@@ -11,19 +11,6 @@
 #include "tests/testing.h"
 
 namespace allnorm::testing {
-
-// Memory aligned to 256 bytes.
-class Aligned {
- public:
-  explicit Aligned(size_t bytes) : bytes_(bytes + 256) {}
-  char* data() {
-    const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
-    return bytes_.data() + (256 - address % 256) % 256;
-  }
-
- private:
-  std::vector<char> bytes_;
-};
 
 constexpr int64_t kBytes = 1 << 18;
 
@@ -33,14 +20,13 @@ inline std::set<AllnormComm*>& held = *new std::set<AllnormComm*>;
 
 class Rank {
  public:
-  explicit Rank(int world_size = 2, int32_t flags = 0)
-      : memory_(static_cast<size_t>(world_size * kBytes)) {
+  explicit Rank(int32_t flags = 0) {
     config.struct_bytes = sizeof(config);
-    config.world_size = world_size;
+    config.world_size = 2;
     config.workspace_bytes = kBytes;
     config.timeout_ns = 1'000'000;
     config.flags = flags;
-    for (int i = 0; i < world_size; ++i) config.workspaces[i] = memory_.data() + i * kBytes;
+    for (int i = 0; i < 2; ++i) config.workspaces[i] = memory_.get() + i * kBytes;
   }
   ~Rank() { close(); }
   Rank(const Rank&) = delete;
@@ -82,7 +68,7 @@ class Rank {
 
   uint64_t poisoned() {
     uint64_t value = 0;
-    memcpy(&value, memory_.data() + config.rank * kBytes + PushControl::kPoisoned, sizeof(value));
+    memcpy(&value, memory_.get() + config.rank * kBytes + PushControl::kPoisoned, sizeof(value));
     return value;
   }
 
@@ -90,7 +76,8 @@ class Rank {
   AllnormComm* comm = nullptr;
 
  private:
-  Aligned memory_;
+  const std::shared_ptr<char> memory_ = {
+      static_cast<char*>(memset(aligned_alloc(256, 2 * kBytes), 0, 2 * kBytes)), free};
 };
 
 inline cudaStream_t new_stream(bool lasts = false) {
@@ -98,6 +85,17 @@ inline cudaStream_t new_stream(bool lasts = false) {
   cudaStreamCreate(&stream);
   if (lasts) allnorm_stream_lasts(stream);
   return stream;
+}
+
+// Ends a valid capture and returns its executable graph.
+inline cudaGraphExec_t end_capture(cudaStream_t stream) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  check(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "the capture is not valid");
+  if (graph == nullptr) return nullptr;
+  cudaGraphInstantiate(&exec, graph);
+  cudaGraphDestroy(graph);
+  return exec;
 }
 
 inline bool error_has(const char* text) { return strstr(allnorm_last_error(), text) != nullptr; }

@@ -25,17 +25,13 @@ def problem(pull: Pull, calls: tuple[str, ...], world_size: int = 2) -> list[str
     return executions.find(z3.Or(executions.wrong(), executions.races(), executions.hangs()))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+FOUR = pytest.param(4, marks=(pytest.mark.long, pytest.mark.timeout(1800)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, FOUR])
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 def test_nothing_goes_wrong(calls: tuple[str, ...], world_size: int) -> None:
     assert problem(pull_of(), calls, world_size) is None
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
-def test_four_ranks(calls: tuple[str, ...]) -> None:
-    assert problem(pull_of(), calls, 4) is None
 
 
 def _changed(table: Table, name: str, *steps: str) -> Pull:

@@ -55,10 +55,14 @@ def exchange() -> Exchange:
 
 
 TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized")
+LONG = (pytest.mark.long, pytest.mark.timeout(1800))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("world_size", "operations"), [(2, 7), (3, 5)])
+@pytest.mark.parametrize(
+    ("world_size", "operations"),
+    [(2, 7), (3, 5), pytest.param(3, 7, marks=LONG), pytest.param(4, 5, marks=LONG)],
+)
 def test_nothing_goes_wrong(
     exchange: Exchange, transport: str, world_size: int, operations: int
 ) -> None:
@@ -81,32 +85,20 @@ LARGE = ((0, 1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 2, 4), (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("large", LARGE, ids=str)
-def test_large_operations(exchange: Exchange, large: tuple[int, ...]) -> None:
-    found = verdict(exchange, Setting(operations=5, large=large))
-    assert found.fine, found
-    found = verdict(exchange, Setting(operations=5, large=large, transport="two_shot"))
-    assert found.fine, found
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("large", LARGE, ids=str)
-@pytest.mark.parametrize(("world_size", "operations"), [(3, 6), (4, 5)])
-def test_large_operations_at_length(
-    exchange: Exchange, large: tuple[int, ...], world_size: int, operations: int
+@pytest.mark.parametrize(
+    ("world_size", "operations", "transport"),
+    [
+        *((2, 5, "one_shot"), (2, 5, "two_shot")),
+        *(
+            pytest.param(n, operations, "one_shot", marks=LONG)
+            for n, operations in ((3, 6), (4, 5))
+        ),
+    ],
+)
+def test_large_operations(
+    exchange: Exchange, large: tuple[int, ...], world_size: int, operations: int, transport: str
 ) -> None:
-    found = verdict(exchange, Setting(world_size, operations, large=large))
-    assert found.fine, found
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("world_size", "operations"), [(3, 7), (4, 5)])
-def test_nothing_goes_wrong_at_length(
-    exchange: Exchange, transport: str, world_size: int, operations: int
-) -> None:
-    found = verdict(exchange, Setting(world_size, operations, transport))
+    found = verdict(exchange, Setting(world_size, operations, transport, large=large))
     assert found.fine, found
 
 
