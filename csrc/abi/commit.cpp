@@ -1,7 +1,7 @@
 // The commit that this library was built from.
 #include "abi/commit.h"
 
-#include "built_commit.h"  // written by cmake/commit.cmake
+#include <built_commit.h>  // written by cmake/commit.cmake
 
 namespace allnorm {
 
