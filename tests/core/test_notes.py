@@ -26,7 +26,7 @@ def make(count: int) -> tuple[list[notes.SharedNotes], Any]:
 
 
 def stuck(rank: int) -> Cause:
-    return Cause(rank, LATE, "stands still within it")
+    return Cause(rank, LATE, "is stuck in this wait")
 
 
 def no_rank(rank: int) -> bool:

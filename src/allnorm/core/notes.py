@@ -48,7 +48,7 @@ FAILED = "failed"
 LATE = "late"
 CROSSED = "crossed"  # two of its threads called at once
 # What a failed rank did.
-_TOO_LATE, _STANDS_STILL = "did not come", "stands still within it"
+_TOO_LATE, _STUCK = "did not come", "is stuck in this wait"
 # A waiting rank refreshes its note about every 0.1 s. After this time without a change it is stuck.
 _STALE_NS = 1_500_000_000
 # A suspect's note must not change for this long while `settle` looks.
@@ -302,7 +302,7 @@ class SharedNotes(Notes):
             return None
         _, one = oldest
         within = one.reached == one.tick
-        return Cause(one.rank, LATE, _STANDS_STILL if within else _TOO_LATE)
+        return Cause(one.rank, LATE, _STUCK if within else _TOO_LATE)
 
 
 class StoreNotes(Notes):
