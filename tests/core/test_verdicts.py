@@ -127,7 +127,7 @@ def test_a_verdict_holds_for_later_ranks() -> None:
     assert group.ask({1: DONE}) == {1: ""}
     assert group.ask({0: DONE}) == {0: ""}
     (said,) = group.ask({1: Answer("no luck")}).values()
-    assert said.startswith("raised no luck. But the others fuse it")
+    assert said.startswith("raised no luck. But the other ranks fuse it")
 
 
 # ---- settle --------------------------------------------------------------------------------------
