@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import allnorm
 from allnorm.compile import FusionReport, fuse
@@ -44,6 +45,11 @@ def gemma(x: Any, weight: Any) -> Any:
     return (z * rstd(z) * (1.0 + weight.float())).type_as(x)
 
 
+def rms_norm(x: Any, weight: Any, eps: float | None = EPS) -> Any:
+    """Norms by PyTorch's function."""
+    return F.rms_norm(x, (HIDDEN,), weight, eps)
+
+
 def cast(quotient: Any) -> Any:
     """Converts to FP8 with saturation."""
     return quotient.clamp(-448.0, 448.0).to(FP8)
@@ -65,6 +71,18 @@ def summed(norm: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         return norm(total, w), total
 
     return graph
+
+
+def made_by_hand(all_reduce: Callable[..., Any], *more: str) -> GraphModule:
+    """Returns a graph that norms `all_reduce(graph, x, ...)` plus the residual.
+
+    Its inputs are x, residual, w and `more`, which `all_reduce` receives after x.
+    """
+    graph = Graph()
+    x, residual, w, *others = (graph.placeholder(name) for name in ("x", "residual", "w", *more))
+    total = graph.call_function(torch.add, (all_reduce(graph, x, *others), residual))
+    graph.output((graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)), total))
+    return GraphModule(torch.nn.Module(), graph)
 
 
 def table(expected: Any, *functions: Any, **named: Any) -> dict[str, tuple[Any, Any]]:

@@ -20,6 +20,7 @@ from .helpers import (
     gemma,
     llama,
     reduce,
+    rms_norm,
     rstd,
     table,
 )
@@ -28,7 +29,6 @@ from .test_matches import (
     FLOAT32,
     FLOAT32_WEIGHT,
     Expected,
-    rms_norm,
     rounded,
     rounded_first,
 )

@@ -26,6 +26,7 @@ from .helpers import (
     llama,
     plain,
     reduce,
+    rms_norm,
     rstd,
     summed,
     table,
@@ -78,10 +79,6 @@ def rounded_first(z, w, dtype=bf16):
     """Norms by rounding before the weight."""
     z = z.float()
     return ((z * rstd(z)).to(dtype) * w).to(dtype)
-
-
-def rms_norm(z, w, eps=EPS):
-    return F.rms_norm(z, (HIDDEN,), w, eps)
 
 
 # ---- rounding modes -----------------------------------------------------------------------------

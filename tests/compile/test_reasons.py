@@ -30,7 +30,7 @@ import allnorm
 import allnorm.compile
 from allnorm.compile import block_scaled, fuse
 
-from .helpers import EPS, HIDDEN, Inputs, cast, llama, plain, reduce, rstd
+from .helpers import EPS, HIDDEN, Inputs, cast, llama, made_by_hand, plain, reduce, rstd
 
 bf16 = torch.bfloat16
 FUNCTIONAL = torch.ops._c10d_functional
@@ -85,16 +85,10 @@ def case(graph, *, fuses=True, **options):
 
 def reducing(call, different=None):
     """Returns a case whose graph reduces x by `call(graph, x)`; the cause passes `different`."""
-
-    def make(given, cause):
-        graph = Graph()
-        x, residual, w = (graph.placeholder(n) for n in ("x", "residual", "w"))
-        reduced = call(graph, different if cause and different is not None else x)
-        total = graph.call_function(torch.add, (reduced, residual))
-        graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
-        return GraphModule(torch.nn.Module(), graph), given
-
-    return make
+    return lambda given, cause: (
+        made_by_hand(lambda graph, x: call(graph, different if cause and different else x)),
+        given,
+    )
 
 
 def reduced_in_a_wrapper(given, cause):
@@ -111,14 +105,14 @@ def reduced_in_a_wrapper(given, cause):
 
 
 def group_as_an_input(given, cause):
-    if not cause:
-        return symbolic_trace(plain), given
-    graph = Graph()
-    x, residual, w, group = (graph.placeholder(n) for n in ("x", "residual", "w", "group"))
-    reduced = graph.call_function(FUNCTIONAL.all_reduce.default, (x, "sum", group))
-    total = graph.call_function(torch.add, (reduced, residual))
-    graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
-    return GraphModule(torch.nn.Module(), graph), [*given, "0"]
+    def all_reduce(graph, x, group):
+        return graph.call_function(FUNCTIONAL.all_reduce.default, (x, "sum", group))
+
+    return (
+        (made_by_hand(all_reduce, "group"), [*given, "0"])
+        if cause
+        else (symbolic_trace(plain), given)
+    )
 
 
 def added_to_a_second_reduction(x, r, w, cause):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_helpers import comm, message_of, on
-from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx import symbolic_trace
 
 import allnorm
 from allnorm.compile import fuse
@@ -24,6 +23,7 @@ from .helpers import (
     fused_calls,
     gemma,
     llama,
+    made_by_hand,
     open_names,
     reduce,
     rstd,
@@ -279,18 +279,12 @@ def own_reduction(x: torch.Tensor) -> torch.Tensor:
 def test_python_reductions(rank: int, world_size: int) -> None:
     """Tests an asynchronous reduction, and a function with unknown effects."""
 
-    def graph_of(target, **options):
-        graph = Graph()
-        x, residual, w = (graph.placeholder(n) for n in ("x", "residual", "w"))
-        reduced = graph.call_function(target, (x,), options)
-        total = graph.call_function(operator.add, (x if options else reduced, residual))
-        graph.output(graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)))
-        return GraphModule(torch.nn.Module(), graph)
-
     inputs = Inputs().make(rank)
-    module = graph_of(dist.all_reduce, async_op=True)
+    module = made_by_hand(
+        lambda graph, x: (graph.call_function(dist.all_reduce, (x,), {"async_op": True}), x)[1]
+    )
     check_missed(module, inputs, "asynchronous", communicator=comm())
-    module = graph_of(own_reduction)
+    module = made_by_hand(lambda graph, x: graph.call_function(own_reduction, (x,)))
     assert not fuse(module, inputs, comm()).sites
     reason = "may work in place: register it"
     check_missed(module, inputs, reason, communicator=comm(), all_reduce_ops=[own_reduction])
