@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_helpers import on
 
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from . import transformers_models as models
 
@@ -51,11 +51,16 @@ def static_cache(model: Any) -> Any:
     return StaticCache(config=model.config, max_cache_len=32)
 
 
+@on(cpu=(2,))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_oss"])
 @torch.no_grad()
-def toggle(rank: int, world_size: int, place: str, family: str, sites: int) -> None:
-    """Runs in ranks: disables and enables fusion of a compiled model."""
-    try:
-        fused.enable()
+def test_toggling_never_runs_a_stale_graph(
+    rank: int, world_size: int, tmp_path: pathlib.Path, family: str
+) -> None:
+    """Disables and enables the fusion of a compiled model."""
+    place = models.save(family, tmp_path)
+    sites = models.LAYERS if family == "gpt_oss" else 2 * models.LAYERS
+    with models.fusion():
         model = models.load(place, family)
         eager = model(PROMPT, past_key_values=static_cache(model)).logits
         torch._dynamo.reset()
@@ -70,26 +75,16 @@ def toggle(rank: int, world_size: int, place: str, family: str, sites: int) -> N
             if where == "allnorm":
                 assert_same_bits(logits, eager, f"{family} compiled")
         assert graphs.compiled == [{"allnorm": sites}, {"c10d": sites}]
-    finally:
-        fused.disable()
-        torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @on(cpu=(2,))
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_oss"])
-def test_toggling_never_serves_a_stale_graph(
-    pool: RankPool, family: str, tmp_path: pathlib.Path
-) -> None:
-    sites = models.LAYERS if family == "gpt_oss" else 2 * models.LAYERS
-    pool.run(toggle, models.save(family, tmp_path), family, sites)
-
-
 @torch.no_grad()
-def decode_compiled(rank: int, world_size: int, place: str) -> None:
-    """Runs in ranks: prefill and decode with inductor and a static cache."""
+def test_static_cache_compiled(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    """Tests prefill and decode with Inductor and a static cache."""
+    place = models.save("llama", tmp_path, torch.float32, num_hidden_layers=1)
     want = models.load(place, "llama").generate(PROMPT, max_new_tokens=16, do_sample=False)
-    try:
-        fused.enable()
+    with models.fusion():
         model = models.load(place, "llama")
         torch._dynamo.reset()
         model.forward = torch.compile(model.forward, fullgraph=True)
@@ -98,23 +93,15 @@ def decode_compiled(rank: int, world_size: int, place: str) -> None:
         )
         assert torch.equal(got, want)
         assert not any(site.calls or site.unfused_calls for site in fused.report(model).sites)
-    finally:
-        fused.disable()
-        torch._dynamo.reset()
 
 
-@pytest.mark.slow
 @on(cpu=(2,))
-def test_static_cache_compiled(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    place = models.save("llama", tmp_path, torch.float32, num_hidden_layers=1)
-    pool.run(decode_compiled, place, timeout=300.0)
-
-
 @torch.no_grad()
-def serve(rank: int, world_size: int, place: str) -> None:
-    """Runs in ranks: prompts of different lengths in one batch."""
+def test_continuous_batching(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    """Tests prompts of different lengths in one batch."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
+    place = models.save("llama", tmp_path, torch.float32)
     prompts = [[3, 4, 5, 6, 7], [9, 8, 7], [20, 21, 22, 23, 24, 25, 26]]
     generation = GenerationConfig(
         max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -132,21 +119,12 @@ def serve(rank: int, world_size: int, place: str) -> None:
         if fused.is_enabled():
             sites = fused.report(model).fused
             assert len(sites) == 2 * models.LAYERS
-            calls = {(site.calls, site.unfused_calls) for site in sites}
-            assert len(calls) == 1, "every site made the same calls"
-            assert calls.pop() >= (12, 0)
-            assert not any(site.unfused_calls for site in sites)
+            ((calls, unfused_calls),) = {(site.calls, site.unfused_calls) for site in sites}
+            assert calls >= 12
+            assert not unfused_calls
         return [done[key].generated_tokens for key in sorted(done)]
 
     want = answers()
     assert len(want) == 3
-    try:
-        fused.enable()
+    with models.fusion():
         assert answers() == want
-    finally:
-        fused.disable()
-
-
-@on(cpu=(2,))
-def test_continuous_batching(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    pool.run(serve, models.save("llama", tmp_path, torch.float32))

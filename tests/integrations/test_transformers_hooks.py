@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import destroy_groups, on
+from rank_helpers import on
 
 from allnorm.errors import PeerDivergedError
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from . import transformers_models as models
 
@@ -29,9 +29,18 @@ PROMPT = torch.arange(2, 26).view(2, 12)
 
 # Modules that get hooks. "" is the base model, "*" every module.
 PLACES = (
-    *("layers.0", "layers.1", "layers.1.self_attn", "layers.0.self_attn.o_proj", "layers.1.mlp"),
-    *("layers.2.mlp.down_proj", "layers.1.input_layernorm", "layers.1.post_attention_layernorm"),
-    *("norm", "layers.2.self_attn.q_proj", "", "*"),
+    "layers.0",
+    "layers.1",
+    "layers.1.self_attn",
+    "layers.0.self_attn.o_proj",
+    "layers.1.mlp",
+    "layers.2.mlp.down_proj",
+    "layers.1.input_layernorm",
+    "layers.1.post_attention_layernorm",
+    "norm",
+    "layers.2.self_attn.q_proj",
+    "",
+    "*",
 )
 # Places where a hook reads or writes, with the sites of Llama whose norm cannot be used then.
 AFTER = {
@@ -51,7 +60,10 @@ BEFORE = {
 # Places where a hook receives the sum or the post norm. All ranks or none must have it if the
 # family has a post norm or scales (docs/transformers.md).
 SUMS = (
-    *("layers.1.self_attn", "layers.0.self_attn.o_proj", "layers.1.mlp", "layers.2.mlp.down_proj"),
+    "layers.1.self_attn",
+    "layers.0.self_attn.o_proj",
+    "layers.1.mlp",
+    "layers.2.mlp.down_proj",
     "layers.1.post_attention_layernorm",
 )
 
@@ -75,51 +87,30 @@ def with_first(value: Any, new: torch.Tensor) -> Any:
     return new
 
 
-def read(value: Any, kept: list[Any]) -> None:
-    found = first_of(value)
-    if found is not None:
-        kept.append(float(found.detach().abs().max()))
-
-
-def keep(value: Any, kept: list[Any]) -> None:
-    found = first_of(value)
-    if found is not None:
-        kept.append(found)
-
-
-def write(value: Any, kept: list[Any]) -> None:
-    found = first_of(value)
-    if found is not None:
-        found.mul_(1.25)
-
-
-def write_rows(value: Any, kept: list[Any]) -> None:
-    found = first_of(value)
-    if found is not None:
-        found[:, -1:].add_(0.5)
-
-
-def write_data(value: Any, kept: list[Any]) -> None:
-    found = first_of(value)
-    if found is not None:
-        found.data.add_(0.25)
-
-
-def replace(value: Any, kept: list[Any]) -> Any:
-    found = first_of(value)
-    return None if found is None else with_first(value, found * 0.75 + 0.125)
-
-
-def copied(value: Any, kept: list[Any]) -> Any:
-    found = first_of(value)
-    return None if found is None else with_first(value, found.clone())
-
-
-ACTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (read, keep, write, write_rows, write_data, replace, copied)
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "write": lambda states: states.mul_(1.25),
+    "write_rows": lambda states: states[:, -1:].add_(0.5),
+    "write_data": lambda states: states.data.add_(0.25),
 }
-READS = ("read", "keep", "backward")
+REPLACEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "replace": lambda states: states * 0.75 + 0.125,
+    "copied": lambda states: states.clone(),
+}
+ACTIONS = ("read", "keep", *WRITES, *REPLACEMENTS)
+
+
+def act(action: str, value: Any, kept: list[Any]) -> Any:
+    """Acts on the hidden states in a module's arguments or results; returns the hook's result."""
+    states = first_of(value)
+    if states is None:
+        return None
+    if action in REPLACEMENTS:
+        return with_first(value, REPLACEMENTS[action](states))
+    if action in WRITES:
+        WRITES[action](states)
+    else:
+        kept.append(float(states.detach().abs().max()) if action == "read" else states)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +133,6 @@ class Hook:
         """Registers the hook; returns handles."""
         if rank not in self.ranks:
             return []
-        act = ACTIONS[self.action]
         module = torch.nn.modules.module if self.place == "*" else base.get_submodule(self.place)
         name = "module" if self.place == "*" else ""
 
@@ -152,8 +142,8 @@ class Hook:
         if self.when == "backward":
             return [register("full_backward_hook")(lambda *_: None)]
         if self.when == "before":
-            return [register("forward_pre_hook")(lambda _, given: act(given, kept))]
-        return [register("forward_hook")(lambda _, given, output: act(output, kept))]
+            return [register("forward_pre_hook")(lambda _, given: act(self.action, given, kept))]
+        return [register("forward_hook")(lambda _, given, output: act(self.action, output, kept))]
 
 
 def random_hooks(source: random.Random, family: str, modes: str) -> list[Hook]:
@@ -161,7 +151,7 @@ def random_hooks(source: random.Random, family: str, modes: str) -> list[Hook]:
     for _ in range(source.choice((0, 1, 1, 2, 3))):
         place = source.choice(PLACES)
         when = source.choice(("before", "after", "after", "backward"))
-        action = source.choice(tuple(ACTIONS))
+        action = source.choice(ACTIONS)
         if place == "*":
             action = source.choice(("read", "keep"))
         if modes == "grad" and action.startswith("write"):  # of a leaf, or of what is saved
@@ -263,13 +253,21 @@ def check_counts(
             assert more == ((0, 1) if name in touched else (1, 0)), f"{name}: {more}, {hooks}"
 
 
-def random_scenarios(
-    rank: int, world_size: int, place: str, family: str, kind: str, seeds: tuple[int, ...]
-) -> None:
-    """Runs in ranks: every scenario on the stock model and on the fused one."""
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "gemma2": ("gemma2", {}),
+    "granite": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+}
+
+
+def compare_scenarios(rank: int, folder: pathlib.Path, kind: str, seeds: Iterable[int]) -> None:
+    """Runs every scenario on the stock model and on the fused one, and compares. Collective."""
+    family, more = KINDS[kind]
+    place = models.save(family, folder, torch.float32, **more)
     stock = models.load(place, family)
-    fused.enable()
-    try:
+    with models.fusion():
         model = models.load(place, family)
         for seed in seeds:
             source = random.Random(seed)
@@ -288,63 +286,39 @@ def random_scenarios(
                     torch.testing.assert_close(got[name], value, msg=f"{name}: {what}")
             if kind == "llama" and mode != "generate":
                 check_counts(rank, before, counts(model), hooks, mode)
-    finally:
-        fused.disable()
-        destroy_groups(rank, world_size)
-
-
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "gemma2": ("gemma2", {}),
-    "granite": ("granite", {}),
-    "olmo2": ("olmo2", {}),
-}
-
-
-def run_random(
-    pool: RankPool, folder: pathlib.Path, kind: str, seeds: Iterable[int], timeout: float
-) -> None:
-    family, more = KINDS[kind]
-    place = models.save(family, folder, torch.float32, **more)
-    pool.run(random_scenarios, place, family, kind, tuple(seeds), timeout=timeout)
 
 
 @on(cpu=(2,))
 @pytest.mark.parametrize("kind", ["llama", "biased", "gemma2"])
-def test_random_hooks(pool: RankPool, tmp_path: pathlib.Path, kind: str) -> None:
-    run_random(pool, tmp_path, kind, (*range(24), 200, 233), 240.0)  # hooks before every module
+def test_random_hooks(rank: int, world_size: int, tmp_path: pathlib.Path, kind: str) -> None:
+    # With seeds 200 and 233, hooks come before every module.
+    compare_scenarios(rank, tmp_path, kind, (*range(24), 200, 233))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @on(cpu=(2,))
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_random_hooks(pool: RankPool, tmp_path: pathlib.Path, kind: str) -> None:
-    run_random(pool, tmp_path, kind, range(1000, 1500), 3000.0)
+def test_many_random_hooks(rank: int, world_size: int, tmp_path: pathlib.Path, kind: str) -> None:
+    compare_scenarios(rank, tmp_path, kind, range(1000, 1500))
 
 
+@on(cpu=(2,))
 @torch.no_grad()
-def see_a_sum_on_one_rank(rank: int, world_size: int, place: str) -> list[str]:
-    """Runs in ranks: a hook on one rank needs a sum that the call of the peers does not return."""
-    fused.enable()
-    try:
+def test_sum_that_one_rank_reads(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    """Tests a hook on one rank that needs a sum that the call of the peers does not return."""
+    place = models.save("gemma2", tmp_path)
+    with models.fusion():
         model = models.load(place, "gemma2")
         hook = Hook("layers.1.self_attn", "after", "read", (0,))
         with hooked(model.base_model, [hook], rank, []), pytest.raises(PeerDivergedError) as error:
             model(PROMPT)
-        return getattr(error.value, "__notes__", [])
-    finally:
-        fused.disable()
-        destroy_groups(rank, world_size)
-
-
-@on(cpu=(2,))
-def test_a_sum_that_one_rank_alone_wants_to_see(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    hooked_rank, peer = pool.run(see_a_sum_on_one_rank, models.save("gemma2", tmp_path))
-    assert "the sum of layers.1.self_attn.o_proj" in hooked_rank[0]
-    assert "on every rank or on none" in hooked_rank[0]
-    assert peer == []
+    notes = getattr(error.value, "__notes__", [])
+    if rank == 0:
+        assert "the sum of layers.1.self_attn.o_proj" in notes[0]
+        assert "on every rank or on none" in notes[0]
+    else:
+        assert notes == []
 
 
 class Adapter(torch.nn.Module):
@@ -371,59 +345,52 @@ def adapt(model: Any, names: tuple[str, ...]) -> None:
         setattr(owner, key, Adapter(getattr(owner, key), len(name)))
 
 
+@on(cpu=(2,))
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 @torch.no_grad()
-def adapters(rank: int, world_size: int, place: str, family: str) -> str:
-    """Runs in ranks: LoRA adapters, added and removed; returns the report."""
+def test_adapters(rank: int, world_size: int, tmp_path: pathlib.Path, family: str) -> None:
+    """Tests LoRA adapters that are added and removed."""
+    place = models.save(family, tmp_path, torch.float32)
     names = ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj", "layers.1.self_attn.q_proj")
     stock = models.load(place, family)
     adapt(stock, names)
-    fused.enable()
-    try:
+    with models.fusion():
         model = models.load(place, family)
         plain = model(PROMPT).logits
         adapt(model, names)
         before = counts(model)
         got = model(PROMPT).logits
         torch.testing.assert_close(got, stock(PROMPT).logits)
-        assert (got - plain).abs().max() > 0.1, "the adapters do something"
+        assert (got - plain).abs().max() > 0.1, "the adapters change nothing"
         for site in fused.report(model).sites:
             done = (site.calls - before[site.name][0], site.unfused_calls - before[site.name][1])
             assert done == ((0, 0) if site.reason else (1, 0)), site
-        report = str(fused.report(model))
-        for name in names:  # taken out again
+        first, *rest = str(fused.report(model)).splitlines()
+        assert first == f"{2 * models.LAYERS - 2} of {2 * models.LAYERS + 1} reductions fused"
+        for name in names[:2]:
+            assert any(f"{name}: {name} has been replaced by a" in line for line in rest), rest
+        assert len(rest) == 3, "the embedding, and the two"
+        for name in names:
             parent, _, key = name.rpartition(".")
             owner = model.base_model.get_submodule(parent)
             setattr(owner, key, getattr(owner, key).base_layer)
         assert_same_bits(model(PROMPT).logits, plain, "without adapters")
         assert len(fused.report(model).fused) == 2 * models.LAYERS
-        return report
-    finally:
-        fused.disable()
-        destroy_groups(rank, world_size)
 
 
+@pytest.mark.slow
 @on(cpu=(2,))
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_adapters(pool: RankPool, tmp_path: pathlib.Path, family: str) -> None:
-    report = pool.run(adapters, models.save(family, tmp_path, torch.float32), family)[0]
-    first, *rest = report.splitlines()
-    assert first == f"{2 * models.LAYERS - 2} of {2 * models.LAYERS + 1} reductions fused"
-    for name in ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj"):
-        assert any(f"{name}: {name} has been replaced by a" in line for line in rest), rest
-    assert len(rest) == 3, "the embedding, and the two"
-
-
 @torch.no_grad()
-def compiled_with_hooks(rank: int, world_size: int, place: str) -> None:
-    """Runs in ranks: hooks in compiled models, after which norms are computed again."""
+def test_compiled_with_hooks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    """Tests hooks in compiled models, after which norms are computed again."""
     hooks = [
         Hook("layers.0", "after", "write", (0, 1)),
         Hook("layers.1", "after", "copied", (0,)),
         Hook("layers.2.self_attn", "after", "replace", (1,)),
     ]
+    place = models.save("llama", tmp_path, torch.float32)
     stock = models.load(place, "llama")
-    fused.enable()
-    try:
+    with models.fusion():
         model = models.load(place, "llama")
         for chosen in ([], *([hook] for hook in hooks), hooks):
             torch._dynamo.reset()
@@ -432,13 +399,3 @@ def compiled_with_hooks(rank: int, world_size: int, place: str) -> None:
                 compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
                 for _ in range(2):
                     torch.testing.assert_close(compiled(PROMPT).logits, want, msg=str(chosen))
-    finally:
-        fused.disable()
-        torch._dynamo.reset()
-        destroy_groups(rank, world_size)
-
-
-@pytest.mark.slow
-@on(cpu=(2,))
-def test_compiled_with_hooks(pool: RankPool, tmp_path: pathlib.Path) -> None:
-    pool.run(compiled_with_hooks, models.save("llama", tmp_path, torch.float32), timeout=240.0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 FAMILIES = (
     "llama",
@@ -75,18 +78,36 @@ def config(family: str, **more: Any) -> Any:
 def save(
     family: str, folder: pathlib.Path, dtype: torch.dtype = torch.bfloat16, **more: Any
 ) -> str:
-    """Saves a model with random weights, including norms and biases; returns the folder."""
+    """Saves a model with random weights, including norms and biases; returns the folder.
+
+    Collective: rank 0 saves it.
+    """
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config(family, **more), dtype=dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name or "sinks" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
     place = folder / family
-    model.save_pretrained(place)
+    if dist.get_rank() == 0:
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config(family, **more), dtype=dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name or "bias" in name or "sinks" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        model.save_pretrained(place)
+    dist.barrier()
     return str(place)
+
+
+@contextlib.contextmanager
+def fusion(**options: Any) -> Iterator[None]:
+    """Enables the integration with transformers, and disables it at the end."""
+    from allnorm.integrations import transformers as fused
+
+    fused.enable(**options)
+    try:
+        yield
+    finally:
+        fused.disable()
+        torch._dynamo.reset()
 
 
 def load(
@@ -99,11 +120,10 @@ def load(
     auto_class: Any = None,
     **more: Any,
 ) -> Any:
-    """Loads the model, sharded over all ranks, or over `tp_size` ranks and data-parallel.
+    """Loads a model, sharded over all ranks, or over `tp_size` ranks and data-parallel.
 
-    Its experts are sharded by the expert if `ep_size` says so.
+    With `ep_size`, each rank holds whole experts.
     """
-    import torch.distributed as dist
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
