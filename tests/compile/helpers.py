@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch.fx import Graph, GraphModule
 
 import allnorm
 from allnorm.compile import FusionReport, fuse
-from allnorm.testing import assert_same_bits, rank_input, shared_input, ulp_distance
+from allnorm.testing import RankPool, assert_same_bits, rank_input, shared_input, ulp_distance
 
 TOKENS, HIDDEN = 24, 512
 EPS = 1e-5
@@ -220,6 +221,27 @@ def captured(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
     torch._dynamo.reset()
     (module,) = graphs
     return module
+
+
+def run_programs(rank: int, world_size: int, module: str, seeds: range) -> list[str]:
+    """Runs in ranks: compares random programs of a test module; returns the reports."""
+    one = importlib.import_module(module).one
+    return [str(report) for seed in seeds for report in one(rank, seed) or ()]
+
+
+def check_programs(
+    pool: RankPool, module: str, seeds: range, *, fused: int, missed: int = -1
+) -> str:
+    """Compares random programs, and checks that more than so many sites are fused and missed.
+
+    Returns the reports, which are equal on all ranks.
+    """
+    first, *others = pool.run(run_programs, module, seeds)
+    assert all(reports == first for reports in others), "the ranks fuse differently"
+    text = "\n".join(first)
+    assert text.count("\nfused ") > fused
+    assert text.count("\nmissed ") > missed
+    return text
 
 
 def world_name() -> str:

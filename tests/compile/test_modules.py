@@ -28,6 +28,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from allnorm.compile import FusionReport, fuse
 from allnorm.testing import RankPool, rank_input, shared_input
 
+from .helpers import check_programs
+
 HIDDEN = 64
 TRACERS = ("dynamo", "aot", "export", "make_fx")
 
@@ -207,38 +209,22 @@ def one(rank: int, seed: int) -> list[FusionReport]:
     return reports
 
 
-def run(rank: int, world_size: int, seeds: range) -> list[str]:
-    """Compares some modules; returns the reports."""
-    return [str(report) for seed in seeds for report in one(rank, seed)]
-
-
-def check(answers: list[list[str]], least: int) -> None:
-    first, second = answers
-    assert first == second, "every rank fuses the same"
-    assert "\n".join(first).count("\nfused ") > least
-
-
-# A weight that only fused sites read, in a graph with a guard; a question about a tensor where a
-# call is to stand.
-FOUND = (3307, 7922)
-
-
+# Programs that failed once: with a weight that only fused sites read, in a graph with a guard; with
+# a query of a tensor where a fused call must be inserted.
 @on(cpu=(2,))
-@pytest.mark.parametrize("seed", FOUND)
+@pytest.mark.parametrize("seed", [3307, 7922])
 def test_modules_that_failed(pool: RankPool, seed: int) -> None:
-    check(pool.run(run, range(seed, seed + 1), timeout=100.0), 0)
+    check_programs(pool, __name__, range(seed, seed + 1), fused=0)
 
 
 @on(cpu=(2,))
 def test_random_modules(pool: RankPool) -> None:
-    check(pool.run(run, range(16), timeout=200.0), 4)
+    check_programs(pool, __name__, range(16), fused=4)
 
 
 @on(cpu=(2,))
-def test_random_modules_of_other_boundaries(pool: RankPool) -> None:
-    answers = pool.run(run, range(18, 54, 3), timeout=200.0)
-    check(answers, 4)
-    assert "post norm" in "\n".join(answers[0])
+def test_random_modules_with_post_norms(pool: RankPool) -> None:
+    assert "post norm" in check_programs(pool, __name__, range(18, 54, 3), fused=4)
 
 
 @pytest.mark.long
@@ -246,4 +232,4 @@ def test_random_modules_of_other_boundaries(pool: RankPool) -> None:
 @on(cpu=(2,))
 @pytest.mark.parametrize("first", range(1000, 21000, 500))
 def test_many_random_modules(pool: RankPool, first: int) -> None:
-    check(pool.run(run, range(first, first + 500), timeout=7000.0), 100)
+    check_programs(pool, __name__, range(first, first + 500), fused=100)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from allnorm.compile import FusionReport, fuse
 from allnorm.testing import RankPool, rank_input, shared_input
+
+from .helpers import check_programs
 
 TOKENS, HIDDEN, EPS = 6, 64, 1e-5
 bf16 = torch.bfloat16
@@ -55,48 +58,22 @@ class Program:
     def noise(self, chance: float = 0.35) -> None:
         """Adds an operation that a rewrite must respect."""
         while self.random.random() < chance:
-            kind = self.random.randrange(18)
-            tensor = self.pick()
-            if kind == 0:
-                self.tensors.append(self.call("clone", tensor))
-            elif kind == 1:
-                self.tensors.append(self.call("view", tensor, TOKENS, HIDDEN))
-            elif kind == 2:
-                self.tensors.append(self.call(torch.relu, tensor))
-            elif kind == 3:
-                self.call("mul_", tensor, 0.5)
-            elif kind == 4:
-                self.call("add_", tensor, self.pick())
-            elif kind == 5:
-                self.call("add_", self.call(operator.getitem, tensor, slice(0, 2)), 1.0)
-            elif kind == 6:
-                self.call("copy_", tensor, self.pick())
-            elif kind == 7:
-                self.tensors.append(self.call(operator.iadd, tensor, self.pick()))
-            elif kind == 8:
-                wide = self.call("view", tensor, 2, 3, HIDDEN)
-                self.tensors.append(self.call("view", wide, TOKENS, HIDDEN))
-                if self.random.random() < 0.5:
-                    self.call("add_", wide, 0.25)
-            elif kind == 9:
-                self.tensors.append(self.call(operator.add, tensor, self.pick()))
-            elif kind == 10:
-                self.call("mul_", self.weight, 0.9)
-            elif kind == 11:
-                self.call(torch.add, tensor, self.pick(), out=self.pick())
-            elif kind == 12:
-                self.call(operator.setitem, tensor, 0, 1.5)
-            elif kind == 13:
-                self.call("zero_", self.call("narrow", tensor, 1, 0, 8))
-            elif kind == 14:
-                self.call("add_", self.call("t", tensor), 0.5)
-            elif kind == 15:
-                self.call("mul_", self.call("view", tensor, TOKENS, 8, 8), 0.75)
-            elif kind == 16:
-                self.tensors.append(self.call("detach", tensor))
-            else:
-                rows = self.call(operator.getitem, self.pick(), slice(1, 3))
-                self.call("copy_", self.call(operator.getitem, tensor, slice(3, 5)), rows)
+            operation = self.random.choice(OPERATIONS)
+            operation(self, self.pick())
+
+    def keep(self, target: Any, *arguments: Any) -> None:
+        """Calls a function, and lets later operations pick its result."""
+        self.tensors.append(self.call(target, *arguments))
+
+    def view_twice(self, tensor: Node) -> None:
+        wide = self.call("view", tensor, 2, 3, HIDDEN)
+        self.keep("view", wide, TOKENS, HIDDEN)
+        if self.random.random() < 0.5:
+            self.call("add_", wide, 0.25)
+
+    def copy_rows(self, tensor: Node) -> None:
+        rows = self.call(operator.getitem, self.pick(), slice(1, 3))
+        self.call("copy_", self.call(operator.getitem, tensor, slice(3, 5)), rows)
 
     def product(self, a: Node, b: Node) -> Node:
         if self.in_place and self.random.random() < 0.4:
@@ -192,6 +169,30 @@ class Program:
         self.noise()
 
 
+OPERATIONS: list[Callable[[Program, Node], Any]] = [
+    lambda program, tensor: program.keep("clone", tensor),
+    lambda program, tensor: program.keep("view", tensor, TOKENS, HIDDEN),
+    lambda program, tensor: program.keep(torch.relu, tensor),
+    lambda program, tensor: program.call("mul_", tensor, 0.5),
+    lambda program, tensor: program.call("add_", tensor, program.pick()),
+    lambda program, tensor: program.call(
+        "add_", program.call(operator.getitem, tensor, slice(0, 2)), 1.0
+    ),
+    lambda program, tensor: program.call("copy_", tensor, program.pick()),
+    lambda program, tensor: program.keep(operator.iadd, tensor, program.pick()),
+    Program.view_twice,
+    lambda program, tensor: program.keep(operator.add, tensor, program.pick()),
+    lambda program, tensor: program.call("mul_", program.weight, 0.9),
+    lambda program, tensor: program.call(torch.add, tensor, program.pick(), out=program.pick()),
+    lambda program, tensor: program.call(operator.setitem, tensor, 0, 1.5),
+    lambda program, tensor: program.call("zero_", program.call("narrow", tensor, 1, 0, 8)),
+    lambda program, tensor: program.call("add_", program.call("t", tensor), 0.5),
+    lambda program, tensor: program.call("mul_", program.call("view", tensor, TOKENS, 8, 8), 0.75),
+    lambda program, tensor: program.keep("detach", tensor),
+    Program.copy_rows,
+]
+
+
 def one(rank: int, seed: int) -> list[FusionReport] | None:
     """Fuses and runs a graph, and compares; None if the graph itself cannot be run."""
     program = Program(seed)
@@ -222,23 +223,10 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
     return [report]
 
 
-def run(rank: int, world_size: int, seeds: range) -> list[str]:
-    """Compares some graphs; returns the reports."""
-    return [str(report) for seed in seeds for report in one(rank, seed) or ()]
-
-
-def check_reports(answers: list[list[str]], least: int) -> None:
-    first, second = answers
-    assert first == second, "every rank fuses the same"
-    text = "\n".join(first)
-    assert text.count("\nfused ") > least, "the programs have sites"
-    assert text.count("\nmissed ") > least, "and near misses"
-
-
 @on(cpu=(2,))
 @pytest.mark.parametrize("first", [0, 15])
 def test_random_graphs(pool: RankPool, first: int) -> None:
-    check_reports(pool.run(run, range(first, first + 15)), 5)
+    check_programs(pool, __name__, range(first, first + 15), fused=5, missed=5)
 
 
 @pytest.mark.long
@@ -246,4 +234,4 @@ def test_random_graphs(pool: RankPool, first: int) -> None:
 @on(cpu=(2,))
 @pytest.mark.parametrize("first", range(1000, 21000, 500))
 def test_many_random_graphs(pool: RankPool, first: int) -> None:
-    check_reports(pool.run(run, range(first, first + 500), timeout=7000.0), 100)
+    check_programs(pool, __name__, range(first, first + 500), fused=100, missed=100)

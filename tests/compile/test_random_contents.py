@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_flatten
 from allnorm.compile import FusionReport, fuse
 from allnorm.testing import RankPool
 
-from .helpers import gemma, llama, nodes_calling, reduce
-from .test_random import check_reports
+from .helpers import check_programs, gemma, llama, nodes_calling, reduce
 
 HIDDEN, EPS = 32, 1e-5
 bf16 = torch.bfloat16
@@ -78,18 +77,14 @@ class Program(nn.Module):
 
     def rows(self, tensor: Any) -> Any:
         """Returns rows, possibly in a different shape."""
-        kind = self.random.randrange(9)
-        if kind == 0:
-            return tensor.view(2, -1, HIDDEN)
-        if kind == 1:
-            return tensor.reshape(-1, HIDDEN)
-        if kind == 2:
-            return tensor.reshape(-1, HIDDEN).unsqueeze(0)
-        if kind == 3:
-            return tensor.reshape(-1, 2, HIDDEN)
-        if kind == 4:
-            return tensor.flatten(0, -2)
-        return tensor
+        forms = [
+            lambda: tensor.view(2, -1, HIDDEN),
+            lambda: tensor.reshape(-1, HIDDEN),
+            lambda: tensor.reshape(-1, HIDDEN).unsqueeze(0),
+            lambda: tensor.reshape(-1, 2, HIDDEN),
+            lambda: tensor.flatten(0, -2),
+        ]
+        return self.random.choice([*forms, *[lambda: tensor] * 4])()
 
     def flat(self, tensor: Any) -> Any:
         return tensor.reshape(-1, HIDDEN)
@@ -110,31 +105,27 @@ class Program(nn.Module):
         weight = self.weight if self.chance(0.6) else self.second
         if self.chance(0.1):
             weight = weight[None]
-        kind = self.random.randrange(4)
-        if kind == 0:
-            return llama(z, weight, EPS)
-        if kind == 1:
-            return gemma(z, weight)
-        if kind == 2:
-            return F.rms_norm(z, (HIDDEN,), None, EPS)
-        return F.rms_norm(z, (HIDDEN,), weight.view(HIDDEN), EPS)
+        norms = [
+            lambda: llama(z, weight, EPS),
+            lambda: gemma(z, weight),
+            lambda: F.rms_norm(z, (HIDDEN,), None, EPS),
+            lambda: F.rms_norm(z, (HIDDEN,), weight.view(HIDDEN), EPS),
+        ]
+        return self.random.choice(norms)()
 
     def write(self, *tensors: Any) -> None:
         """Writes in place after a use."""
         if self.chance(0.7):
             return
         tensor = self.random.choice(tensors)
-        kind = self.random.randrange(5)
-        if kind == 0:
-            tensor.mul_(2.0)
-        elif kind == 1:
-            tensor.neg_()
-        elif kind == 2:
-            tensor.select(0, 0).zero_()
-        elif kind == 3:
-            tensor.narrow(-1, 0, 8).mul_(0.5)
-        else:
-            self.weight.mul_(0.5)
+        writes = [
+            lambda: tensor.mul_(2.0),
+            lambda: tensor.neg_(),
+            lambda: tensor.select(0, 0).zero_(),
+            lambda: tensor.narrow(-1, 0, 8).mul_(0.5),
+            lambda: self.weight.mul_(0.5),
+        ]
+        self.random.choice(writes)()
 
     def site(self, x: Any) -> None:
         sources = [x, *self.sums[2:], *(tensor for tensor, _ in self.normed)]
@@ -297,15 +288,10 @@ def check_run(
     compare(got, want, 0.05, 0.95, what)
 
 
-def run(rank: int, world_size: int, seeds: range) -> list[str]:
-    """Compares some graphs; returns the reports."""
-    return [str(report) for seed in seeds for report in one(rank, seed) or ()]
-
-
 @on(cpu=(2,))
 @pytest.mark.parametrize("first", [0, 50])
 def test_random_contents(pool: RankPool, first: int) -> None:
-    check_reports(pool.run(run, range(first, first + 50), timeout=500.0), 5)
+    check_programs(pool, __name__, range(first, first + 50), fused=5, missed=5)
 
 
 @pytest.mark.long
@@ -313,4 +299,4 @@ def test_random_contents(pool: RankPool, first: int) -> None:
 @on(cpu=(2,))
 @pytest.mark.parametrize("first", range(1000, 4000, 500))
 def test_many_random_contents(pool: RankPool, first: int) -> None:
-    check_reports(pool.run(run, range(first, first + 500), timeout=7000.0), 100)
+    check_programs(pool, __name__, range(first, first + 500), fused=100, missed=100)
