@@ -1,4 +1,4 @@
-"""Shared parts of the tests of the graph pass: graphs, and checks of fused graphs."""
+"""Graphs for the tests of the graph pass, and checks of fused graphs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def made_by_hand(all_reduce: Callable[..., Any], *more: str) -> GraphModule:
 
 
 def table(expected: Any, *functions: Any, **named: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns functions by name, each with what a test expects of it, which is equal for all."""
+    """Returns a table by function name: each function with the same expected outcome."""
     return {
         name: (fn, expected) for name, fn in ({f.__name__: f for f in functions} | named).items()
     }
@@ -95,7 +95,7 @@ def table(expected: Any, *functions: Any, **named: Any) -> dict[str, tuple[Any, 
 
 @dataclasses.dataclass
 class Inputs:
-    """Arguments of a graph: this rank's partial sum; residual and weight are equal on all ranks."""
+    """Arguments of a graph: a partial sum per rank; residual and weight are equal on all ranks."""
 
     dtype: torch.dtype = torch.bfloat16
     weight_dtype: torch.dtype | None = None
@@ -110,7 +110,7 @@ class Inputs:
 
 
 def nodes_calling(module: GraphModule, *names: str) -> list[str]:
-    """Returns the nodes whose target's name contains one of these."""
+    """Returns the names of the nodes whose target contains one of these names."""
     return [n.name for n in module.graph.nodes if any(name in str(n.target) for name in names)]
 
 
@@ -119,10 +119,10 @@ def fused_calls(module: GraphModule) -> list[str]:
 
 
 def assert_close_norm(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Compares norms; allows only what the order of the mean square's sum may change.
+    """Compares norms whose mean squares were summed in different orders.
 
-    That is one ulp of float32, and rarely one of 16 bits, which a weight may make two. A wrong
-    rounding mode changes more than a tenth of a 16-bit result.
+    The order may change one ulp of a float32 result, and rarely one or two of a 16-bit result. A
+    wrong rounding mode changes more than a tenth of a 16-bit result's elements.
     """
     if actual.dtype == torch.float32:
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-6)
@@ -133,9 +133,9 @@ def assert_close_norm(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_close_sandwich(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Compares results after a post norm; allows small differences in few elements.
+    """Compares results after a post norm, of which a few elements may differ slightly.
 
-    Where the sum with the residual cancels, that is more than an ulp of the sum.
+    Where residual and normed tensor cancel, the difference is more than an ulp of their sum.
     """
     assert actual.dtype == expected.dtype, what
     if actual.dtype == torch.float32:
@@ -158,11 +158,11 @@ def check_fused(
 
     Args:
         module: the graph.
-        inputs: its arguments; compared too, because the graph may write them.
+        inputs: the graph's arguments; compared afterwards, because the graph may write them.
         numerics: the rounding mode of each site, in order.
         norms: number of leading results that are normed; the others must be bit-identical.
         close: the comparison of the normed results.
-        arguments: of `fuse`.
+        arguments: keyword arguments of `fuse`.
     """
     expected_inputs, actual_inputs = ([t.clone() for t in inputs] for _ in range(2))
     with torch.no_grad():
@@ -232,9 +232,9 @@ def run_programs(rank: int, world_size: int, module: str, seeds: range) -> list[
 def check_programs(
     pool: RankPool, module: str, seeds: range, *, fused: int, missed: int = -1
 ) -> str:
-    """Compares random programs, and checks that more than so many sites are fused and missed.
+    """Compares random programs; returns their reports, which must be equal on all ranks.
 
-    Returns the reports, which are equal on all ranks.
+    More than `fused` sites must be fused, and more than `missed` sites missed.
     """
     first, *others = pool.run(run_programs, module, seeds)
     assert all(reports == first for reports in others), "the ranks fuse differently"

@@ -1,4 +1,4 @@
-"""Tests quantizations as common kernels compute them: fused if allowed, within a bound."""
+"""Tests the quantizations of common kernels: fused only if allowed, with bounded differences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def over_rows(y: Any) -> Any:
     return y.abs().max(dim=-1)[0].unsqueeze(-1).to(torch.float32)
 
 
-# ---- a function of (y, scale) for each form: (quantized, scale) ----------------------------------
+# ---- quantizations: functions of (y, scale) that return (quantized, scale) -----------------------
 
 
 def static(y, scale):
@@ -102,7 +102,7 @@ TAKEN = {
 
 
 def by_token(scale_of):
-    """Returns a form whose scale is `scale_of(amax)` of each row."""
+    """Returns a quantization whose scale is `scale_of(amax)` of each row."""
 
     def form(y, _):
         scale = scale_of(over_rows(y))
@@ -151,7 +151,7 @@ def block(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arguments(rank: int, scale_shape: tuple[int, ...] = (1,)) -> list[Tensor]:
-    """Returns rows of many magnitudes, so that eps makes some normed rows small; one is zero."""
+    """Returns rows of many magnitudes, one of them zero: eps makes some normed rows small."""
     x, residual, w = Inputs(torch.float16).make(rank)
     sizes = torch.exp2(-torch.arange(24.0)).unsqueeze(-1)
     sizes[-1] = 0
@@ -160,7 +160,7 @@ def arguments(rank: int, scale_shape: tuple[int, ...] = (1,)) -> list[Tensor]:
 
 
 def fused(form: Callable[..., Any], inputs: list[Tensor], quant: str | None) -> Any:
-    """Returns the graph after its fusion."""
+    """Returns the fused graph, after a check of its report."""
     graph = symbolic_trace(block(form))
     report = fuse(graph, inputs, comm(), approximate_quant=True)
     graph.graph.lint()
@@ -177,7 +177,7 @@ def fused(form: Callable[..., Any], inputs: list[Tensor], quant: str | None) -> 
 @on(cpu=(2,))
 @pytest.mark.parametrize("name", TAKEN)
 def test_taken(rank: int, world_size: int, name: str) -> None:
-    """Compares with the bytes of the reference, and bounds their differences from the form's."""
+    """Compares with the reference bit for bit, and with the unfused quantization within a bound."""
     form, quant = TAKEN[name]
     inputs = arguments(rank)
     got, scale, y, total = fused(form, inputs, quant)(*inputs)
@@ -195,13 +195,13 @@ def test_taken(rank: int, world_size: int, name: str) -> None:
     assert (scale.shape, scale.dtype) == (written_scale.shape, written_scale.dtype)
     if quant != "per_tensor":
         assert_same_bits(scale.flatten(), want.scale.flatten(), "scale")
-    # All scales except small ones are bit-identical.
+    # The scales of large rows are bit-identical.
     rows = y.float().view(-1, 128 if quant == "per_group 128" else HIDDEN)
     large = rows.abs().amax(-1) >= 1 / 512
     if quant == "per_tensor":
         large[:] = True
     else:
-        assert 0 < int(large.sum()) < large.numel(), "rows of both kinds"
+        assert 0 < int(large.sum()) < large.numel(), "small rows or large rows are missing"
         assert_same_bits(scale.flatten()[large], written_scale.flatten()[large], "large scales")
         assert bool((scale.flatten() <= written_scale.flatten()).all())
     # With the same scale the bytes are those of the quotient or of an adjacent float32 number.
@@ -214,7 +214,9 @@ def test_taken(rank: int, world_size: int, name: str) -> None:
     close = torch.stack([theirs == each for each in bytes_of]).any(0)
     assert bool(close[large].all())
     if name == "static" and rank == 0:
-        assert (theirs != bytes_of[0])[large].any(), "no quotient is a tie, as in the bound"
+        assert (theirs != bytes_of[0])[large].any(), (
+            "no quotient is a tie, so the bound is not tested"
+        )
 
 
 @on(cpu=(1,))
@@ -240,7 +242,7 @@ def test_left(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(1,))
 def test_static_shapes(rank: int, world_size: int) -> None:
-    """Tests given scales of one element, in several shapes, and one that two sites share."""
+    """Tests static scales of several shapes, and one that two sites share."""
     want = None
     for shape in ((1,), (), (1, 1)):
         inputs = arguments(rank, shape)

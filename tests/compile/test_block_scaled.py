@@ -1,4 +1,4 @@
-"""Tests operators that quantize to MXFP8 and NVFP4, declared as in vLLM: fused, bit-identical."""
+"""Tests vLLM's operators that quantize to MXFP8 and NVFP4: fused and bit-identical."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ LAYERS = {
     ),
     **table("mxfp8", mx_with_the_16_bit_rows, mx_in_tiles=quantizing(mx_in_tiles)),
 }
-# By the reason why the graph keeps the quantization, after the fused 16-bit call.
+# Layers whose quantization stays in the graph after the fused 16-bit call, by the reason.
 UNFUSED_LAYERS = {
     "it changes only a part of a tensor": quantizing(stored_in_a_part),
     "padded to 264 elements from 256": quantizing(functools.partial(stored, padding=8)),
@@ -236,7 +236,7 @@ def test_operators_that_quantize_blocks(
 
 
 def check(module: Any, function: Any, rank: int, world_size: int, tokens: int, quant: str) -> None:
-    """Compares with the bytes that the numerics page defines, in the graph's shapes and dtypes."""
+    """Compares the bytes with the reference, and shapes and dtypes with the unfused layer."""
     inputs = inputs_of(rank, tokens)
     results, like = module(*inputs), function(*inputs)
     given = inputs[3]
@@ -256,7 +256,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).flatten()
 
 
-def test_only_blocks_have_a_name() -> None:
+def test_block_scaled_refuses_other_quantizations() -> None:
     y = torch.zeros(2, 64)
     text = message_of(TypeError, lambda: block_scaled(y, allnorm.Fp8PerToken()))
     assert "expected allnorm.MxFp8() or an allnorm.NvFp4" in text

@@ -39,7 +39,7 @@ post_norm = functools.partial(expect, boundary="post norm", norms=2)
 
 
 def sandwich(post, norm):
-    """Returns a graph with a norm of the reduced tensor and a norm of the sum, which it returns."""
+    """Returns a graph with `post` before the residual add and `norm` after it."""
 
     def graph(x, r, w):
         total = post(reduce(x), w) + r
@@ -259,7 +259,7 @@ def residual_from_a_later_reduction_of_it(x, r, w):
 
 
 ROUNDS_FIRST = "one of its norms rounds before the weight"
-# By name: the graph; its rounding mode, its boundary and its note, which has the reason.
+# By name: the graph, and the expected rounding mode, boundary and note of its site.
 NEARLY = {
     # The graph keeps the multiplication by the second weight.
     "second_norm_rounds_first": (sandwich(gemma, llama), ("rounded", "post norm", ROUNDS_FIRST)),
@@ -299,7 +299,7 @@ def test_nearly(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(2,))
 def test_two_branches(rank: int, world_size: int) -> None:
-    """Adds two post norms, as Gemma 4 does for MLP and experts: one is the other's residual."""
+    """Tests a sum of two post norms, as Gemma 4 has for MLP and experts."""
 
     def block(x, residual, w):
         normed = gemma(reduce(x), w) + gemma(reduce(x * 2), w * 0.5)

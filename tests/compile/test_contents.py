@@ -36,7 +36,7 @@ bf16 = torch.bfloat16
 
 
 def embedding(x, r, w):
-    """Computes a scaled vocabulary-parallel embedding in a different shape, and the first norm."""
+    """Computes a vocabulary-parallel embedding, scaled and reshaped, and the first norm."""
     total = reduce(x).view(2, -1, HIDDEN) * 2.0
     return rms_norm(total, w), total
 
@@ -129,8 +129,8 @@ def reduces(part: Callable[[Any], Any]) -> Any:
 
 
 @on(cpu=(2,))
-def test_a_sum_stored_in_another_tensor(rank: int, world_size: int) -> None:
-    """Tests an operator that keeps its first tensor and stores the sum in its second one."""
+def test_sums_stored_in_a_different_tensor(rank: int, world_size: int) -> None:
+    """Tests an operator that stores the sum in its second tensor."""
 
     def fn(x, r, w):
         out = torch.empty_like(x)
@@ -147,7 +147,7 @@ def test_a_sum_stored_in_another_tensor(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 @pytest.mark.parametrize("v2", [True, False])
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_not_the_whole(rank: int, world_size: int, name: str, v2: bool) -> None:
+def test_reductions_of_a_part_of_a_tensor(rank: int, world_size: int, name: str, v2: bool) -> None:
     from torch._dynamo.backends.common import aot_autograd
 
     inputs, graphs = Inputs().make(rank), []
@@ -173,7 +173,7 @@ def test_a_part_is_not_the_whole(rank: int, world_size: int, name: str, v2: bool
 
 @on(cpu=(2,))
 def test_x_as_its_own_residual(rank: int, world_size: int) -> None:
-    """Tests x as its own residual, flattened by the reduced tensor's shape: this is no cycle."""
+    """Tests x as its own residual, in the shape of the reduced tensor: that is not a cycle."""
 
     def fn(x, w):
         reduced = reduce(x).flatten(0, -2)
@@ -274,7 +274,7 @@ def test_symbolic_numbers(rank: int, world_size: int) -> None:
             assert special or "specialize_float" in str(site.reason)
 
 
-# ---- cache keys of functions for Inductor ----- --------------------------------------------------
+# ---- cache keys of functions for Inductor --------------------------------------------------------
 
 FACTOR = 2.0
 MUTABLE = [1.0]
@@ -310,7 +310,7 @@ def key(function: Callable[..., Any]) -> Any:
     return inductor_pass(decompositions={"mine::norm": function}).uuid()
 
 
-def test_the_cache_key_has_what_a_function_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_keys_of_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert key(norm_by(1e-6)) == key(norm_by(1e-6)) is not None
     assert key(norm_by(1e-6)) != key(norm_by(1e-5))
     assert key(norm_by(0.0)) != key(norm_by(-0.0))
@@ -331,10 +331,14 @@ def test_the_cache_key_has_what_a_function_computes_with(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "function",
     [
-        *(Norm(), Norm().bound, norm_by([1.0]), norm_by(torch.ones(()))),
-        *(lambda x, w: x * MUTABLE[0], lambda x, w: x * Norm.eps),
+        Norm(),
+        Norm().bound,
+        norm_by([1.0]),
+        norm_by(torch.ones(())),
+        lambda x, w: x * MUTABLE[0],
+        lambda x, w: x * Norm.eps,
         functools.lru_cache(default),
     ],
 )
-def test_no_cache_for_what_may_change(function: Callable[..., Any]) -> None:
+def test_functions_that_may_change_have_no_cache_key(function: Callable[..., Any]) -> None:
     assert key(function) is None

@@ -1,4 +1,4 @@
-"""Tests custom operators with decompositions: a framework's own norms and groups."""
+"""Tests custom operators of a framework, which are fused by their decompositions."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_norms_of_a_framework(rank: int, world_size: int, name: str) -> None:
     assert [site.numerics for site in report.sites] == numerics, str(report)
     assert not nodes_calling(module, "framework")
     assert len(fused_calls(module)) == len(numerics)
-    if function is two_layers:  # the inputs of the second one differ already
+    if function is two_layers:  # the inputs of the second layer differ slightly
         torch.testing.assert_close(actual[0].float(), expected[0].float(), rtol=0.05, atol=0.05)
         return
     assert_close_norm(actual[0], expected[0], name)
@@ -205,7 +205,7 @@ def test_unfused(rank: int, world_size: int, reason: str) -> None:
 
 @on(cpu=(2,))
 def test_mutating_operators_in_their_wrapper(rank: int, world_size: int) -> None:
-    """Tests a mutating operator in its functional wrapper, decomposed to the values it stores."""
+    """Tests a mutating operator in its functional wrapper, with a decomposition."""
     table = TABLE | {"framework::scale_": scaled}
     module, report, actual, expected = fuse_and_run(
         rank, scales_before_the_norm, decompositions=table
@@ -213,7 +213,7 @@ def test_mutating_operators_in_their_wrapper(rank: int, world_size: int) -> None
     assert [site.numerics for site in report.sites] == ["transformers"], str(report)
     for mine, theirs in zip(actual, expected, strict=True):
         assert_close_norm(mine, theirs, "scaled")
-    assert nodes_calling(module, "auto_functionalized")  # it needs the normed tensor
+    assert nodes_calling(module, "auto_functionalized")  # it reads the normed tensor
 
 
 def scales_before_the_norm(x, residual, weight):

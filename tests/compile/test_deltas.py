@@ -1,4 +1,4 @@
-"""Tests tensors added before or after a reduction: LoRA, shared experts, biases."""
+"""Tests tensors that are added before or after a reduction: LoRA, shared experts, biases."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def norm_of_the_sum_without_the_delta_is_not_used(x, r, w, d, down, up):
     return (h + d,)
 
 
-# By name: a function of (x, residual, weight, d, down, up); the outcome of each reduction and the
-# calls of allnorm.
+# By name: a function of (x, residual, weight, d, down, up); the boundary or the reason of each
+# reduction, and the operators of allnorm in the fused graph.
 CASES = {
     **table(
         ([FUSED], [FUSED_CALL]),
@@ -117,7 +117,7 @@ def test_delta(rank: int, world_size: int, name: str) -> None:
         assert site.boundary == words if site.fused else words in str(site.reason), str(report)
     assert sum(site.fused for site in report.sites) == sum(w in (ADDED, FUSED) for w in sites)
     made = [str(n.target) for n in module.graph.nodes if "allnorm" in str(n.target)]
-    assert made == calls, "one norm, and no result that is not used"
+    assert made == calls, "the graph has unexpected calls of allnorm"
     if calls:
         assert not nodes_calling(module, "rsqrt", "pow")
     for index, (mine, other) in enumerate(zip(module(*inputs), theirs, strict=True)):

@@ -64,7 +64,7 @@ def test_weights(rank: int, world_size: int, how: str, in_place: bool) -> None:
             check_fused(module, [x, residual], ROW[how], communicator=comm())
             continue
         if ROW[how] is not None:
-            continue  # the unfused graph fails too: a part of a weight has the wrong size
+            continue  # the unfused graph fails too: the shard of a weight has the wrong size
         remedy = "to_local" if is_whole else "full_tensor"
         reason = rf"weight, a DTensor with placements .*weight\.{remedy}\(\)"
         check_missed(module, [x, residual], reason, communicator=comm())
@@ -74,7 +74,7 @@ def test_weights(rank: int, world_size: int, how: str, in_place: bool) -> None:
 
 
 class Calls(torch.nn.Module):
-    """A module that calls a graph, because FSDP cannot wrap a GraphModule."""
+    """A module that calls a graph: FSDP cannot wrap a GraphModule."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Calls(torch.nn.Module):
 
 @on(cpu=(2,))
 def test_gathered_weights(rank: int, world_size: int) -> None:
-    """Tests a graph that is fused while FSDP has gathered its weights, and runs when it gathers."""
+    """Tests a graph that is fused while FSDP has gathered its weights, and that gathers to run."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
     block = Block(weight, "module", in_place=False)
@@ -108,7 +108,7 @@ def test_gathered_weights(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_partials(rank: int, world_size: int) -> None:
-    """Tests that the reduced tensor and the residual must be plain tensors too."""
+    """Tests that a reduced tensor or a residual must not be a DTensor."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
     module = symbolic_trace(Block(weight, "module", in_place=False))

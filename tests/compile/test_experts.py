@@ -1,4 +1,4 @@
-"""Tests sums over a token's experts before a reduction: sums of step 0, and sums nearly like it."""
+"""Tests sums over a token's experts before a reduction, fused (step 0 of numerics) or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _library.define("moe_sum(Tensor rows, Tensor weights) -> Tensor")
 
 
 def in_order(rows: Any, weights: Any, shared: Any = None) -> Any:
-    """Computes step 0 in the dtype of the rows."""
+    """Sums over experts as step 0 of the numerics page; returns the dtype of the rows."""
     total = torch.zeros_like(rows[:, 0], dtype=torch.float32)
     for choice in range(rows.shape[1]):
         total = total + rows[:, choice].float() * weights.unsqueeze(-1)[:, choice]
@@ -56,7 +56,7 @@ def traced(fn: Callable[..., Any], top_k: int) -> GraphModule:
 
 
 def chain(rows, weights, order, start=None):
-    """Adds the terms in some order, in float32."""
+    """Adds the weighted rows in the given order, in float32."""
     total = torch.zeros_like(rows[:, 0], dtype=torch.float32) if start is None else start
     for choice in order:
         total = total + rows[:, choice].float() * weights.unsqueeze(-1)[:, choice]
@@ -64,7 +64,7 @@ def chain(rows, weights, order, start=None):
 
 
 def weighted(rows, weights):
-    """Returns the weighted sum in float32, in PyTorch's order."""
+    """Adds the weighted rows in PyTorch's order, in float32."""
     return (rows.float() * weights[..., None]).sum(1)
 
 
@@ -145,7 +145,7 @@ def weights_of_a_different_choice(rows, weights, shared, top_k):
     return total.to(bf16)
 
 
-# By top_k and the reason why the sum over experts is not fused: such functions.
+# Functions whose sum over experts is not fused, by top_k and the reason.
 NEARLY = {
     (8, "PyTorch adds 8 rows in an unspecified order"): lambda rows, weights, shared, k: weighted(
         rows, weights
@@ -191,7 +191,7 @@ def test_nearly(rank: int, world_size: int, top_k: int, reason: str) -> None:
 
 @on(cpu=(2,))
 def test_other_readers(rank: int, world_size: int) -> None:
-    """Tests other readers of the sum, sums that are not matrices, and a chain without a zero."""
+    """Tests sums with other readers, in three dimensions, and without zeros at the start."""
 
     def needed(rows, weights, shared, residual, weight):
         x = (rows.float() * weights[..., None]).sum(1).to(bf16)
@@ -221,7 +221,7 @@ def test_other_readers(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_operator_of_the_caller(rank: int, world_size: int) -> None:
-    """Tests an operator that is decomposed to a sum in order, and a post norm after it."""
+    """Tests a custom operator that is decomposed to a sum in order, with a post norm after it."""
 
     def block(rows, weights, shared, residual, weight):
         x = torch.ops.mylib_experts.moe_sum(rows, weights)

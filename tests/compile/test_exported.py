@@ -102,11 +102,11 @@ def test_exported(rank: int, world_size: int, structure: str, writes: str, kind:
 
 @on(cpu=(2,))
 def test_saved_programs(rank: int, world_size: int) -> None:
-    """Tests that an exported program stays valid after its graph was fused: it can be saved."""
+    """Tests that an exported program can be saved after its graph was fused."""
     x, r, _ = Inputs().make(rank)
     structures = {
         **{name: STRUCTURES[name] for name in ("tuple", "nested")},
-        # Results that are one node when the graph was fused.
+        # Several results are one node of the fused graph.
         "views": lambda y, h: (h.detach(), y.view(y.shape), h, y, h.view(h.shape), h, y.detach()),
         "only views": lambda y, h: (h.detach(), h.view(h.shape), y.detach()),
         "computed again": lambda y, h: (y, h, h * 1, h.clone(), h + 0),

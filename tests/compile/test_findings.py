@@ -1,4 +1,4 @@
-"""Tests defects found by an audit of the graph pass: correct now, or refused with the reason."""
+"""Tests graphs that the pass once fused wrongly: fused correctly, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FUNCTIONAL = torch.ops._c10d_functional
 
 @on(cpu=(2,))
 def test_bias_before_the_residual(rank: int, world_size: int) -> None:
-    """Tests a bias: the reduction runs alone, and one local call adds and norms after rounding."""
+    """Tests a bias: after the reduction, one local call adds and norms."""
 
     def fn(x, r, w):
         total = (reduce(x) + w) + r
@@ -105,7 +105,7 @@ def test_tied_parameter(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_gradient_of_the_weight(rank: int, world_size: int) -> None:
-    """The weight's gradient is that of the multiplication, which stays in the graph."""
+    """Tests the weight's gradient: the multiplication by the weight stays in the graph."""
     x, r, w = Inputs().make(rank)
     gradients = []
     with torch.enable_grad():
@@ -122,7 +122,7 @@ def test_gradient_of_the_weight(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_numbers(rank: int, world_size: int) -> None:
-    """Tests constants by keyword, and numbers that a run computes."""
+    """Tests constants made by keyword, and an eps that depends on the number of tokens."""
     inputs = Inputs().make(rank)
     graph = Graph()
     x, r, w = map(graph.placeholder, "xrw")
@@ -157,7 +157,7 @@ dump.register_fake(lambda x: None)
 
 @on(cpu=(2,))
 def test_operators_without_results(rank: int, world_size: int) -> None:
-    """Tests that operators without results, and prints, run as often as before."""
+    """Tests that operators without results and calls of print stay in the graph."""
     inputs, op = Inputs().make(rank), torch.ops.allnorm_findings.dump.default
     for target in (op, print):
         graph = Graph()
@@ -179,7 +179,7 @@ def test_operators_without_results(rank: int, world_size: int) -> None:
 
 
 @on(cpu=(2,))
-def test_missed_site_beside_a_fused_one(rank: int, world_size: int) -> None:
+def test_missed_site_before_a_fused_one(rank: int, world_size: int) -> None:
     """Tests that a missed site does not prevent the fusion of other sites."""
     group = dist.new_group(list(range(world_size)))
 
@@ -194,7 +194,7 @@ def test_missed_site_beside_a_fused_one(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_different_number_of_tokens(rank: int, world_size: int) -> None:
-    """Tests graphs fused at 24 tokens and run at 7, functional and made functional."""
+    """Tests graphs that are fused with 24 tokens and run with 7."""
 
     def quantized(x, r, w):
         total = reduce(x) + r
@@ -251,7 +251,7 @@ def test_inputs_that_share_memory_later(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_memory_of_results(rank: int, world_size: int) -> None:
-    """Tests that results share memory with inputs and each other as before."""
+    """Tests that results share memory with inputs and each other as in the unfused graph."""
 
     def fn(x, r, w):
         r.add_(reduce(x))

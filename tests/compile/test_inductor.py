@@ -1,4 +1,4 @@
-"""Tests the pass inside Inductor: compilation by two ranks, caches, gradients."""
+"""Tests the pass in Inductor: results of compiled code, caches, gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUMERICS = ["rounded", "transformers", "rounded"]
 
 @contextlib.contextmanager
 def inductor_caches(folder: str | None = None) -> Iterator[None]:
-    """Gives the test empty caches, and compiles without workers."""
+    """Gives a test empty caches, or those in `folder`, and compiles without workers."""
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     before = {name: os.environ.get(name) for name in (*settings, "TORCHINDUCTOR_CACHE_DIR")}
     with tempfile.TemporaryDirectory() as temporary:
@@ -81,7 +81,7 @@ class Layers(torch.nn.Module):
         return x, residual
 
     def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the expected results by the reference, step by step."""
+        """Computes the expected results by the reference."""
         for weight, numerics, bias in zip(self.weights, NUMERICS, (-0.0, -0.0, 1.0), strict=True):
             normed, residual = reference.all_reduce_add_rms_norm(
                 [x * 1.5 for x in xs],
@@ -136,8 +136,8 @@ def test_end_to_end(rank: int, world_size: int, how: str) -> None:
             assert calls(code) == (3, 0)
             named = given is not None or how == "allnorm"
             used = c.name if named else oldest_name(c)
-            assert used in "".join(code), "the communicator that exists is used"
-            # On GPUs the relu that Inductor generates keeps -0.0.
+            assert used in "".join(code), "the code does not use the open communicator"
+            # + 0.0, because the relu that Inductor generates for GPUs keeps -0.0
             assert_same_bits(results[0] + 0.0, expected[0] + 0.0, "normed")
             assert_same_bits(results[1], expected[1], "residual")
 
@@ -166,10 +166,10 @@ def test_toggled(rank: int, world_size: int) -> None:
         for reset in (True, False):
             for given in (c, None, other, c, None):
                 if reset:
-                    torch._dynamo.reset()  # so that Inductor's cache on disk decides
+                    torch._dynamo.reset()  # so that code comes from Inductor's cache on disk
                 fusion = None if given is None else allnorm.compile.inductor_pass(given)
                 results, code = run_and_get_code(compiled(model, fusion), x, residual)
-                # Code from a cache is not generated again, and has run before.
+                # Code from a cache is not generated again.
                 text = "".join(code)
                 if given is None:
                     assert "all_reduce_add_rms_norm" not in text
@@ -178,10 +178,10 @@ def test_toggled(rank: int, world_size: int) -> None:
                 for mine, theirs in zip(results, expected, strict=True):
                     assert_same_bits(mine, theirs, f"with {given}")
         other.close()
-        # Code that was compiled for it raises; other code still runs.
+        # Code that was compiled for a different communicator still runs.
         torch._dynamo.reset()
         results = compiled(model, allnorm.compile.inductor_pass(c))(x, residual)
-        assert_same_bits(results[0], expected[0], "after the other has been closed")
+        assert_same_bits(results[0], expected[0], "after the other communicator was closed")
 
 
 def served(rank: int, world_size: int, folder: str, given: bool) -> tuple[int, str]:
@@ -202,7 +202,7 @@ def served(rank: int, world_size: int, folder: str, given: bool) -> tuple[int, s
         xs, residual, weight, EPS, numerics="transformers", weight_bias=-0.0
     )
     for mine, theirs in zip(results, expected, strict=True):
-        assert_same_bits(mine, theirs, "in another process")
+        assert_same_bits(mine, theirs, "in a different process")
     (name,) = open_names()
     return len(fusion.reports), name
 
@@ -222,7 +222,7 @@ def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
 
 @on(cpu=(2,))
 def test_made_while_compiling(rank: int, world_size: int) -> None:
-    """Tests that communicators are made outside Inductor's dispatcher, where they may hang."""
+    """Tests that communicators are not made under Inductor's dispatcher, where they may hang."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
     is_on = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "PythonDispatcher")
@@ -273,26 +273,28 @@ def test_dropped_while_open(rank: int, world_size: int) -> None:
     name = again.name
     del again
     gc.collect()
-    assert name in open_names(), "the graph names it"
+    assert name in open_names(), "the communicator that the graph names was closed"
     graph(*inputs)
     groups._named.pop().close()
 
 
 @on(cpu=(1,))
 def test_keys(rank: int, world_size: int) -> None:
-    """Tests the pass's part of Inductor's cache keys."""
+    """Tests the cache keys of the pass."""
     make = allnorm.compile.inductor_pass
     c = comm()
     assert make(c).uuid() == make(c).uuid()
     fusion = make(c)
-    assert copy.deepcopy({"options": fusion})["options"] is fusion, "torch.compile copies options"
+    assert copy.deepcopy({"options": fusion})["options"] is fusion, (
+        "a copy is a different pass, and torch.compile copies options"
+    )
     assert make().uuid() == make().uuid()
     with allnorm.Communicator(device=device()) as other:
         seen = [make(), make(c), make(other), make(c, all_reduce_ops=["my::all_reduce"])]
         seen.append(make(c, approximate_quant=True))
         assert len({fusion.uuid() for fusion in seen}) == len(seen)
         without = make().uuid()
-    assert make().uuid() != without, "another set of communicators"
+    assert make().uuid() != without, "the key is the same for a different set of communicators"
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     assert isinstance(make(c), CustomGraphPass)
@@ -306,7 +308,7 @@ def test_keys(rank: int, world_size: int) -> None:
         changed = make(c).uuid()
     finally:
         del os.environ["ALLNORM_TIMEOUT_SECONDS"]
-    assert changed != make(c).uuid(), "another environment"
+    assert changed != make(c).uuid(), "the key is the same in a different environment"
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -368,7 +370,7 @@ def test_quantized(pool: RankPool) -> None:
 @pytest.mark.slow
 @on(cpu=(2,))
 def test_training(rank: int, world_size: int) -> None:
-    """Tests that a fused forward keeps its gradients: Inductor's graphs come after autograd."""
+    """Tests the gradients of a fused forward pass: Inductor's graphs come after autograd."""
     torch._dynamo.reset()
     gradients = []
     with inductor_caches():
@@ -408,7 +410,7 @@ class Boundaries(torch.nn.Module):
         return llama(residual, w[3]), residual
 
     def expected(self, xs: list[Tensor], residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the expected results by the reference, step by step."""
+        """Computes the expected results by the reference."""
         w = [weight.detach() for weight in self.weights]
         run, ranks = reference.all_reduce_add_rms_norm, len(xs)
         norm, post = {"numerics": "rounded", "weight_bias": 1.0}, allnorm.PostNorm(w[0], EPS, 1.0)

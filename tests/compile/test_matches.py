@@ -38,11 +38,11 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass
 class Expected:
-    """What a test expects of a fused graph.
+    """The expected outcome of a fusion.
 
     Attributes:
         numerics: the rounding mode of each site.
-        inputs: of the graph.
+        inputs: the inputs of the graph.
         norms: number of leading results computed from a norm; the others must be bit-identical.
         boundary: the report's text for the boundary of each site.
         close: the comparison of the normed results.
@@ -316,7 +316,7 @@ def sum_changed_through_a_view_after_its_last_use(x, r, w):
 
 
 def two_sums_of_which_one_changes(x, r, w):
-    """Computes the sum twice and changes one copy: each result keeps its own memory."""
+    """Computes the sum twice and changes one of them: each result has its own memory."""
     reduced = reduce(x)
     one, two = reduced + r, reduced + r
     normed = llama(one, w)
@@ -430,7 +430,7 @@ def view_before_the_add(x, r, w):
 
 
 def strided_rows_viewed(x, r, w):
-    """Views strided rows: the call needs the view before the reduction, where it copies."""
+    """Reshapes strided rows, which copies them: the fused call needs the copy before it."""
     x = torch.cat([x, x], -1)[..., :HIDDEN]
     total = reduce(x).reshape(24, HIDDEN) + r
     return llama(total, w), total
@@ -503,7 +503,7 @@ def test_match(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(2,))
 def test_sum_of_two_reductions(rank: int, world_size: int) -> None:
-    """One reduction is fused, and the other is its residual."""
+    """Tests that one of two reductions is fused, with the other as its residual."""
 
     def block(x, residual, w):
         total = reduce(x) + reduce(residual)

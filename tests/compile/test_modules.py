@@ -1,9 +1,9 @@
-"""Tests random modules with every tracer: fused or not, they compute the same.
+"""Tests random modules with every tracer: the fused graph must compute the same.
 
-test_random.py makes graphs; this file makes code: a forward with functional and in-place
-steps, views, slices, several sites, norms that are modules (one with a hook), 2 or 3 dimensions,
-three dtypes, and in every third norms and scales before the residual. Dynamo, AOTAutograd,
-torch.export and make_fx make graphs of it.
+test_random.py makes graphs; this file makes the code of a forward method, with functional and
+in-place steps, views, slices, several sites, and norms that are modules, one of them with a hook.
+Every third module has norms and scales before the residual. Dynamo, AOTAutograd, torch.export and
+make_fx trace the code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRACERS = ("dynamo", "aot", "export", "make_fx")
 
 
 class Code:
-    """The lines of a forward of (x, r, o, w)."""
+    """The random lines of a forward method with the inputs x, r, o and w."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -103,7 +103,7 @@ def scale_of_the_unrounded_norm(x, r, w):
     return cast(y.float() / scale_of(w.float() * normed))
 
 
-# By name: the graph; the quantization and the rounding mode that must be fused.
+# By name: the graph, and the expected quantization and rounding mode of its site.
 QUANTIZED = {
     **table(
         ("per_token", "transformers"),
@@ -122,7 +122,7 @@ QUANTIZED = {
         per_group_of_the_16_bit_rows=quantizing(per_group_of_the_16_bit_rows),
     ),
     **table(("per_tensor", "transformers"), per_tensor=quantizing(per_tensor)),
-    # These round differently and stay in the graph, after the fused 16-bit call.
+    # These round differently, so they stay in the graph after the fused 16-bit call.
     **table(
         (None, "transformers"),
         scale_of_the_unrounded_norm,
@@ -169,7 +169,7 @@ def test_quantized(rank: int, world_size: int, name: str) -> None:
     got, want = (r if isinstance(r, tuple) else (r,) for r in (got, want))
     for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-        if mine.dtype == FP8:  # the norm's last bit may cross a rounding boundary
+        if mine.dtype == FP8:  # the last bit of the norm may change the rounding to FP8
             differs = (mine.float() != theirs.float()).float().mean()
             assert float(differs) < 0.005, f"result {i}"
         elif i == len(want) - 1 and len(want) > 1 and mine.dtype == torch.bfloat16:
@@ -180,7 +180,7 @@ def test_quantized(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(1, 3))
 def test_bits(rank: int, world_size: int) -> None:
-    """Tests that each fused quantization has the bytes of the reference."""
+    """Tests that each fused quantization is bit-identical to the reference."""
 
     def all_reduce(x):
         return torch.ops.allnorm.all_reduce(x, comm().name)

@@ -1,4 +1,4 @@
-"""Tests random graphs with views, copies and in-place calls: fused or not, results are the same.
+"""Tests random graphs with views, copies and in-place calls: fusion must not change results.
 
 Half of them also norm in place and overwrite inputs with results.
 """
@@ -28,7 +28,7 @@ bf16 = torch.bfloat16
 
 
 class Program:
-    """A random graph of tensors [6, 64], bfloat16, in which sites and near misses are likely."""
+    """A random graph of bfloat16 tensors [6, 64] with sites, not all of which can be fused."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -56,7 +56,7 @@ class Program:
         return self.graph.call_function(target, arguments, keywords)
 
     def noise(self, chance: float = 0.35) -> None:
-        """Adds an operation that a rewrite must respect."""
+        """Adds operations that read or write the tensors of sites."""
         while self.random.random() < chance:
             operation = self.random.choice(OPERATIONS)
             operation(self, self.pick())
@@ -194,7 +194,7 @@ OPERATIONS: list[Callable[[Program, Node], Any]] = [
 
 
 def one(rank: int, seed: int) -> list[FusionReport] | None:
-    """Fuses and runs a graph, and compares; None if the graph itself cannot be run."""
+    """Fuses a graph and compares its results; returns None if the unfused graph cannot run."""
     program = Program(seed)
     where: dict[str, Any] = {"device": device(), "call": seed % 7}
     given = [
@@ -206,7 +206,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
     expected_inputs, actual_inputs = ([t.clone() for t in given] for _ in range(2))
     try:
         expected = program.module(*expected_inputs)
-    except RuntimeError:  # a copy between parts of one tensor that overlap
+    except RuntimeError:  # a copy between overlapping parts of a tensor
         return None
     before = str(program.graph)
     report = fuse(program.module, given, comm())
@@ -216,7 +216,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
     for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         if mine.stride() != theirs.stride():
             raise WrongError(f"strides of result {i} of {changed}")
-    # The last bit of a norm may change a few elements by one FP8 step.
+    # A different last bit of a norm may change a few elements by one FP8 step.
     compare((*actual, *actual_inputs), (*expected, *expected_inputs), 0.04, 0.97, changed)
     if not report.fused and str(program.graph) != before:
         raise WrongError(f"nothing is fused in {changed}")

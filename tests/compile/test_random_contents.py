@@ -1,9 +1,9 @@
 """Tests random modules that reshape, slice, scale, norm, write in place and return structures.
 
-All tensors that are normed are small integers times a power of two, so that every order of
-additions gives the same sum of squares: results must be the same bits, unless a norm is normed
-again. The report must be true too: as many fused calls as sites, and as many reductions left as
-were missed.
+The elements of normed tensors are small integers times a power of two. Sums of squares then do not
+depend on the order, so results must be bit-identical, unless a norm is normed again. The graph must
+have as many fused calls as the report has fused sites, and as many reductions as it has missed
+ones.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def reduce_in_place(x: Any) -> None:
 
 
 class Program(nn.Module):
-    """A random function of (x, r, other); `seed` decides what it does.
+    """A random function of (x, r, other), which depends on the seed.
 
     Attributes:
-        exact: by result in its flat order, whether its bits must be those of the graph.
+        exact: for each result in flat order, whether it must be bit-identical.
     """
 
     def __init__(self, seed: int) -> None:
@@ -57,10 +57,10 @@ class Program(nn.Module):
             self.register_buffer(name, values.to(device(), bf16))
 
     def forward(self, x: Any, r: Any, other: Any) -> Any:
-        """Runs the same operations in every call."""
+        """Runs the operations, which are the same in every call."""
         self.random = random.Random(self.seed)
-        self.normed: list[tuple[Any, bool]] = []  # with whether bits must be equal
-        self.sums: list[Any] = [r, other]  # exact, of the rows of r
+        self.normed: list[tuple[Any, bool]] = []  # with whether they must be bit-identical
+        self.sums: list[Any] = [r, other]  # bit-identical tensors with the rows of r
         for _ in range(self.random.randint(1, 3)):
             self.site(x)
         results = [*self.normed, *((one, True) for one in self.sums[2:])]
@@ -72,11 +72,11 @@ class Program(nn.Module):
         return self.random.random() < part
 
     def exactly(self, tensor: Any) -> Any:
-        """Returns integers of at most 32."""
+        """Returns integers from -32 to 32."""
         return torch.clamp(torch.round(tensor * 4), -32, 32)
 
     def rows(self, tensor: Any) -> Any:
-        """Returns rows, possibly in a different shape."""
+        """Returns the tensor, possibly in a different shape."""
         forms = [
             lambda: tensor.view(2, -1, HIDDEN),
             lambda: tensor.reshape(-1, HIDDEN),
@@ -114,7 +114,7 @@ class Program(nn.Module):
         return self.random.choice(norms)()
 
     def write(self, *tensors: Any) -> None:
-        """Writes in place after a use."""
+        """Sometimes writes to one of the tensors or to the weight."""
         if self.chance(0.7):
             return
         tensor = self.random.choice(tensors)
@@ -165,7 +165,7 @@ class Program(nn.Module):
             self.normed.append((total, exact))
 
     def used(self, tensor: Any, exact: bool) -> tuple[Any, bool]:
-        """Returns a tensor, or a tensor computed from it."""
+        """Returns the tensor or one computed from it, and whether it must be bit-identical."""
         kind = self.random.randrange(10)
         if kind == 0:
             return tensor[-1:], exact
@@ -221,7 +221,7 @@ def states_of(module: nn.Module) -> list[Tensor]:
 
 
 def one(rank: int, seed: int) -> list[FusionReport] | None:
-    """Fuses and runs a graph, and compares; None if the program cannot be traced or run."""
+    """Fuses a graph and compares its results; returns None if it cannot be traced or run."""
     choose = random.Random(-seed - 1)
     tokens, entrance = choose.choice([4, 6, 12]), choose.choice(ENTRANCES)
     inputs = ints(rank, seed, tokens)
@@ -233,7 +233,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
             given(*[tensor.clone() for tensor in inputs])
         except (RuntimeError, ValueError, TypeError, torch.fx.proxy.TraceError):
             return None
-        given, _ = traced(Program(seed), entrance, inputs)  # with buffers as they were
+        given, _ = traced(Program(seed), entrance, inputs)  # with unchanged buffers
         before = str(module.graph)
         report = fuse(module, examples, comm())
         module.graph.lint()
@@ -250,7 +250,7 @@ def check_truth(module: GraphModule, report: FusionReport, what: str) -> None:
     calls = nodes_calling(module, "add_rms_norm")
     left = nodes_calling(module, "_c10d_functional.all_reduce", "function all_reduce")
     if len(calls) != len(report.fused) or len(left) != len(report.missed):
-        raise WrongError(f"the report is not true of {what}")
+        raise WrongError(f"the report does not match the graph of {what}")
 
 
 def check_run(

@@ -1,4 +1,4 @@
-"""Tests that ranks fuse alike: graphs that differ between ranks, or that some have cached."""
+"""Tests that all ranks fuse alike, also if their graphs or their caches differ."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def fusable(x: Any, residual: Any, w: Any) -> Any:
 
 
 def looked_at(x: Any, residual: Any, w: Any) -> Any:
-    """Computes statistics of the reduced tensor, which the fused call does not return."""
+    """Reads the reduced tensor, which the fused call does not return."""
     reduced = reduce(x)
     residual = reduced + residual
     return llama(residual, w), residual, reduced.abs().max()
 
 
 def twice(x: Any, residual: Any, w: Any) -> Any:
-    """Computes two sites, so the graph has different reductions."""
+    """Has two sites, so that its reductions differ from those of `fusable`."""
     normed, residual = fusable(x, residual, w)
     return fusable(normed, residual, w)
 
@@ -57,10 +57,7 @@ class Rank:
         agreement.verdicts_of(self.group, self.comm)._patience_s = patience_s
 
     def fuse(self, fn: Callable[..., Any], tokens: int = 24) -> str:
-        """Fuses a graph, runs it, and compares the sums; returns the reason of the first site.
-
-        "": it was fused.
-        """
+        """Fuses a graph; returns the reason of its first site, or "" if it was fused."""
         module = self.graph(fn)
         inputs = Inputs(shape=(tokens, HIDDEN)).make(self.rank)
         expected = self.graph(fn)
@@ -97,7 +94,7 @@ class Rank:
 @on(cpu=(2, 3))
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
 @pytest.mark.parametrize("odd", [0, 1])
-def test_one_rank_looks_at_the_reduced_tensor(
+def test_one_rank_reads_the_reduced_tensor(
     rank: int, world_size: int, given: bool, odd: int
 ) -> None:
     """Tests a graph that reads the reduced tensor on one rank: no rank fuses."""
@@ -107,14 +104,14 @@ def test_one_rank_looks_at_the_reduced_tensor(
         assert "the reduced tensor itself is also used" in reason
         assert (f"rank {odd} of the group cannot" in reason) == (rank != odd)
         me.run()
-    # Later graphs have their own verdict.
+    # Later graphs get a verdict of their own.
     assert me.fuse(twice) == ""
     me.run()
     me.end()
 
 
 @on(cpu=(2,))
-def test_graphs_of_different_kinds(rank: int, world_size: int) -> None:
+def test_graphs_with_different_reductions(rank: int, world_size: int) -> None:
     me = Rank(True)
     reason = me.fuse(twice if rank else fusable)
     assert f"rank {1 if rank == 0 else 0} of the group compiles a graph with different" in reason
@@ -137,19 +134,19 @@ def test_one_rank_compiles(rank: int, world_size: int, given: bool) -> None:
     me.run()
     dist.barrier()
     assert open_names() == before
-    # Rank 1 compiles it later: the decision of rank 0 stands.
+    # Rank 1 compiles it later, and gets the verdict of rank 0.
     if rank == 1:
         assert "rank 1 of the group did not compile" in me.fuse(fusable)
     me.end()
 
 
 @on(cpu=(2,))
-def test_graphs_come_in_different_orders(rank: int, world_size: int) -> None:
+def test_graphs_in_different_orders(rank: int, world_size: int) -> None:
     me = Rank(True)
     began = time.monotonic()
     fns = [fusable, twice] if rank == 0 else [twice, fusable]
     reasons = {fn.__name__: me.fuse(fn) for fn in fns}
-    assert time.monotonic() - began < 50, "no rank waits until its patience is over"
+    assert time.monotonic() - began < 50, "a rank waited until its timeout"
     answers: list[Any] = [None] * world_size
     dist.all_gather_object(answers, {name: not reason for name, reason in reasons.items()})
     assert answers[0] == answers[1]
@@ -161,7 +158,7 @@ def test_graphs_come_in_different_orders(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_one_rank_compiles_again(rank: int, world_size: int) -> None:
-    """Tests a rank that compiles again, alone: it must fuse as all ranks did before."""
+    """Tests a rank that compiles again, alone: it must fuse as before."""
     me = Rank(True, patience_s=30.0)
     assert me.fuse(fusable) == ""
     me.run()
@@ -177,7 +174,7 @@ def test_one_rank_compiles_again(rank: int, world_size: int) -> None:
     dist.barrier()
     assert me.fuse(fusable) == ""
     me.run()
-    if rank:  # the verdict stands
+    if rank:  # the verdict is the same on all ranks
         with pytest.raises(allnorm.AllnormError, match="may be waiting in a fused call"):
             me.fuse(looked_at)
     me.end()
@@ -216,15 +213,17 @@ def in_inductor(
         for _ in range(2):
             normed, summed = block(x, residual, weight)
             assert_same_bits(summed, expected[1], "sum")
-            if looks is None:  # Inductor's code rounds less often than the model
+            if looks is None:  # unfused code of Inductor rounds less often
                 assert_same_bits(normed, expected[0], "normed")
     return len(fusion.reports), sum(len(report.fused) for report in fusion.reports)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
 @pytest.mark.parametrize("looks", [0, 1])
-def test_one_rank_looks_under_inductor(tmp_path: pathlib.Path, given: bool, looks: int) -> None:
-    """Tests that a later run uses no compiled code that its peer does not have."""
+def test_one_rank_reads_the_reduced_tensor_under_inductor(
+    tmp_path: pathlib.Path, given: bool, looks: int
+) -> None:
+    """Tests that a later run reuses compiled code only if both ranks have it."""
     runs = [run_ranks(in_inductor, 2, args=(str(tmp_path), given, looks)) for _ in range(2)]
     assert runs == [[(1, 0), (1, 0)]] * 2
     assert run_ranks(in_inductor, 2, args=(str(tmp_path), given, None)) == [(1, 1), (1, 1)]
@@ -243,6 +242,6 @@ def test_one_rank_has_lost_its_cache(tmp_path: pathlib.Path, lost: str) -> None:
     if lost == "word":  # as if the rank was killed during the decision
         (file,) = (own / "allnorm").glob("*/1")
         file.write_text("")
-    # The other rank has the fused code in its cache, or compiles again too.
+    # Rank 0 has the fused code in its cache, or compiles again too.
     assert run() == ([(0, 0), (1, 1)] if lost == "code" else [(1, 1), (1, 1)])
     assert run() == [(0, 0), (0, 0)]

@@ -56,8 +56,8 @@ class Case:
     """A graph that a reason applies to.
 
     Attributes:
-        graph: a function of (x, residual, w, cause), or one that makes (graph, inputs) of
-            (inputs, cause).
+        graph: a function of (x, residual, w, cause) to trace, or a function of (inputs, cause)
+            that returns a graph and its inputs.
         fuses: whether the graph is fused without the cause.
         options: arguments of `fuse`.
     """
@@ -92,7 +92,7 @@ def reducing(call, different=None):
 
 
 def reduced_in_a_wrapper(given, cause):
-    """Makes a graph of an operator that returns a number as well as the sum; the cause reads it."""
+    """Makes a graph of an operator that also returns a number, which the cause reads."""
     graph = Graph()
     x, residual, w = (graph.placeholder(n) for n in ("x", "residual", "w"))
     both = graph.call_function(auto_functionalized, (OWN.sum_.default,), {"x": x})
@@ -225,7 +225,7 @@ def transposed_sum(x, r, w, cause):
 
 
 def decomposed(by):
-    """Returns a case whose norm is an operator that `by` decomposes; without the cause, none is."""
+    """Returns a case whose norm, with the cause, is an operator that `by` decomposes."""
     return case(
         lambda x, r, w, cause: (OWN.norm if cause else llama)(reduce(x) + r, w),
         decompositions={OWN.norm: by},
@@ -360,7 +360,7 @@ def with_node(add):
 
 
 def with_call(target, arguments=lambda nodes: (nodes["x"],), options=None):
-    """Returns the same with a call of a function, by default of x."""
+    """Returns a case to which the cause adds a call of `target`, by default with x."""
     return with_node(lambda graph, nodes: graph.call_function(target, arguments(nodes), options))
 
 
@@ -556,7 +556,7 @@ def test_case(rank: int, world_size: int, reason: str) -> None:
     texts = texts_of(case.fuse(*case.make(rank, True)))
     assert any(re.search(reason, text) for text in texts), texts
     names = {node.name for node in case.make(rank, True)[0].graph.nodes}
-    for text in texts:  # texts use the names of nodes in the caller's graph
+    for text in texts:  # texts name nodes of the caller's graph
         assert {*re.findall(r"\b[a-z_]+_\d+\b", text)} <= {*names, "norm_weight"}, text
     if case.fuses:
         report = case.fuse(*case.make(rank, False))

@@ -107,7 +107,7 @@ def sum_used_before_the_weight(x, r, w):
 
 
 TRANSFORMED = "neither a residual add nor an RMSNorm follows it: {} comes first"
-# By the reason why it is not fused: a function of (x, residual, weight), or several.
+# By the reason why they are not fused: functions of (x, residual, weight).
 REFUSALS = {
     # ---- the reduction ----
     "reduces by 'avg'": lambda x, r, w: llama(reduce(x, "avg") + r, w),
@@ -222,7 +222,7 @@ def graphs_of(reason):
 
 @on(cpu=(2,))
 def test_two_communicators(rank: int, world_size: int) -> None:
-    """Tests a graph with two groups: a given communicator fuses only its own group's."""
+    """Tests a graph with two groups: a communicator fuses only the reductions of its group."""
     other = dist.new_group([0, 1])
 
     def block(x, residual, w):
@@ -249,13 +249,13 @@ def test_two_communicators(rank: int, world_size: int) -> None:
             torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
     graph = symbolic_trace(block)
     assert len(fuse(graph, inputs).fused) == 2
-    assert set(open_names()) == {*before, made}, "found again"
+    assert set(open_names()) == {*before, made}, "the communicator was not reused"
     dist.destroy_process_group(other)
 
 
 @on(cpu=(1,))
 def test_gradients(rank: int, world_size: int) -> None:
-    """Tests that graphs whose results need a gradient stay unfused."""
+    """Tests that a graph whose results need a gradient is not fused."""
     x, residual, w = Inputs().make(rank)
 
     def block(x, residual, w):

@@ -1,4 +1,4 @@
-"""Tests the text form of the graph pass's report."""
+"""Tests the table that prints a report of the graph pass."""
 
 from __future__ import annotations
 

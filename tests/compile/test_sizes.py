@@ -1,4 +1,4 @@
-"""Tests graphs that were fused with real examples and run with other sizes.
+"""Tests graphs that are fused with example inputs and run with inputs of other sizes.
 
 A fused graph may refuse a size that it was not fused for. It must not return a wrong shape.
 """
@@ -22,8 +22,8 @@ from .helpers import llama, nodes_calling, reduce
 from .test_random_contents import HIDDEN, ints, one
 
 GRAPHS: dict[str, Callable[..., Any]] = {}
-REFUSE = {"first_part", "without_a_one"}  # sizes at which the same nodes give different shapes
-ALWAYS = {"plain", "shape_of_another_tensor"}  # fused for any size, without a check
+REFUSE = {"first_part", "without_a_one"}  # some sizes need different nodes
+ALWAYS = {"plain", "shape_of_another_tensor"}  # fused for all sizes, without a check of inputs
 
 
 def graph(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +40,7 @@ def plain(x, residual, w):
 
 @graph
 def views_of_fixed_sizes(x, residual, w):
-    """Views that have the same shape only for 4 tokens, the only size that may be fused."""
+    """Views the sum in shapes that agree only for 4 tokens."""
     z = reduce(x.reshape(-1, 2, HIDDEN)) + residual.view(-1, 2, HIDDEN)
     return llama(z.flatten(0, -2).view(2, -1, HIDDEN), w), z
 
@@ -60,7 +60,7 @@ def shape_of_another_tensor(x, residual, w):
 
 @graph
 def first_part(x, residual, w):
-    """Splits the rows into parts of two; their number depends on the number of tokens."""
+    """Splits the rows into parts of two rows."""
     z = reduce(x) + residual
     part = F.rms_norm(z, (HIDDEN,), w, 1e-5).split(2)
     return part[0], part[1], z
@@ -68,7 +68,7 @@ def first_part(x, residual, w):
 
 @graph
 def without_a_one(x, residual, w):
-    """Squeezes a dimension, which disappears with one token."""
+    """Squeezes the first dimension, which removes it if there is one token."""
     z = (reduce(x) + residual).squeeze(0)
     return F.rms_norm(z, (HIDDEN,), w, 1e-5)
 
@@ -82,7 +82,6 @@ class Of(nn.Module):
         self.register_buffer("weight", torch.full((HIDDEN,), 0.5, dtype=torch.bfloat16))
 
     def forward(self, x: Any, residual: Any) -> Any:
-        """Calls it."""
         return self.fn(x, residual, self.weight)
 
 
@@ -131,7 +130,7 @@ def test_programs(rank: int, world_size: int, seed: int) -> None:
 
 
 @on(cpu=(2,))
-def test_sizes_that_only_the_tracer_knows(rank: int, world_size: int) -> None:
+def test_sizes_that_the_tracer_assumes(rank: int, world_size: int) -> None:
     """Tests a graph of `make_fx`, which treats two views as equal at 4 tokens."""
 
     def layer(x: Tensor) -> Tensor:

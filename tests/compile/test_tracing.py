@@ -1,4 +1,4 @@
-"""Tests the fusion of graphs of modules, Dynamo, collectives and wrappers."""
+"""Tests graphs of all tracers, with modules, every form of reduction, and nested graphs."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_modules(rank: int, world_size: int) -> None:
         with torch.no_grad():
             again = graph(x, residual)[0]
             if norm.weight is not None:
-                norm.weight.mul_(2)  # still read, not copied
-                assert_same_bits(graph(x, residual)[0], again * 2, "with another weight")
+                norm.weight.mul_(2)  # the graph reads the parameter itself
+                assert_same_bits(graph(x, residual)[0], again * 2, "with a different weight")
 
 
 def in_place_graph(target: Any, arguments: Sequence[Any], *, clone: bool) -> GraphModule:
@@ -89,7 +89,7 @@ def test_in_place_reductions(rank: int, world_size: int) -> None:
         (torch.ops._c10d_functional.all_reduce_.default, ("sum", "0")),
     ]
     for target, arguments in forms:
-        for clone in (True, False):  # a temporary, and the caller's own tensor
+        for clone in (True, False):  # a temporary tensor, and the caller's tensor
             graph = in_place_graph(target, arguments, clone=clone)
             check_fused(graph, inputs, "rounded", communicator=comm())
             assert not nodes_calling(graph, "distributed")
@@ -143,7 +143,7 @@ def test_as_dynamo_traces(rank: int, world_size: int) -> None:
             inputs = [t.clone() for t in (x, residual, w)]
             by_name = {"l_x_": inputs[0], "l_residual_": inputs[1], "l_w_": inputs[2]}
             ordered = [by_name[n.name] for n in graph.graph.nodes if n.op == "placeholder"]
-            # Metadata suffices. The results are compared with those of the unfused graph.
+            # Compares with the unfused graph.
             check_fused(graph, ordered, modes, communicator=comm())
 
 
@@ -191,7 +191,7 @@ def test_custom_operators(rank: int, world_size: int) -> None:
             check_fused(
                 graph, [x, residual, w], "transformers", communicator=comm(), all_reduce_ops=ops
             )
-    # The form in which AOTAutograd writes the in-place one.
+    # AOTAutograd wraps the in-place operator like this.
     functionalized = torch.ops.higher_order.auto_functionalized
 
     def wrapped(x, residual, w):
@@ -211,7 +211,7 @@ def test_custom_operators(rank: int, world_size: int) -> None:
 
 @on(cpu=(1, 2, 3))
 def test_bits(rank: int, world_size: int) -> None:
-    """Tests reductions by allnorm itself: bit-identical to the reference."""
+    """Tests that reductions by allnorm are bit-identical to the reference."""
     c, case = comm(), Inputs(shape=(7, HIDDEN))
     xs = [case.make(r)[0] for r in range(world_size)]
     x, residual, w = case.make(rank)
@@ -302,7 +302,7 @@ def test_nested(rank: int, world_size: int) -> None:
 
 
 def ordered(rank: int, world_size: int) -> None:
-    """Tests that a reduction with an effect token, in AOTAutograd's graph, is a missed site."""
+    """Tests that a reduction with an effect token of AOTAutograd is not fused."""
     reports = []
 
     def compiler(module, given):
