@@ -17,7 +17,7 @@ from allnorm.integrations.sglang import fusion, log, norms, start
 
 
 class PlainNorm(torch.nn.Module):
-    """The attributes of SGLang's RMSNorm that the plugin reads."""
+    """A fake of SGLang's RMSNorm, with the attributes that the plugin reads."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Runner:
 
 
 class Registry:
-    """Applies a hook at once, as SGLang's does later."""
+    """A fake of SGLang's registry, which applies each hook at once."""
 
     @classmethod
     def register(cls, target: str, hook: Any, hook_type: str) -> None:
@@ -89,7 +89,7 @@ RUNNER = "sglang.srt.model_executor.runner.base_runner"
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
-    """Installs fake modules with the names and functions that the plugin uses."""
+    """Installs fakes of the modules and functions of SGLang that the plugin uses."""
     contents: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": "0.0.1"},
         "sglang.srt": {},

@@ -121,7 +121,7 @@ KNOWN = "norm_module, x, residual, post_residual_addition, weight, use_attn_tp_g
     ],
 )
 def test_new_parameters(fake: Any, parameters: str, words: str) -> None:
-    """Optional parameters change nothing until they are used; required ones prevent fusion."""
+    """Tests new parameters: optional ones change nothing; required ones prevent fusion."""
     fake[LAYERNORM]._forward_with_allreduce_fusion = with_parameters(parameters)
     if words:
         with pytest.raises(UnsupportedError, match=words):
@@ -150,7 +150,7 @@ def test_new_parameters_of_all_hooks(fake: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_fused_calls_raise_for_unknown_arguments(fake: Any) -> None:
-    """SGLang's function does not run then, so the argument would have no effect."""
+    """Tests arguments that only SGLang's own function, which does not run, could obey."""
     fused: Any = SimpleNamespace(norm=lambda *_: "fused", quantized_norm=lambda *_: "fused")
     fusion.activate(fused)
     original = with_parameters(KNOWN + ", scale=1.0, mode='a'")
@@ -165,7 +165,7 @@ def test_fused_calls_raise_for_unknown_arguments(fake: Any) -> None:
     for more, named in (((x,), {}), ((1,), {}), ((1.0, "a", 0), {}), ((), {"other": None})):
         with pytest.raises(UnsupportedError, match="passes"):
             HOOKS["norm"](original, *known, *more, **named)
-    # SGLang then calls `norm`, or reduces itself.
+    # The other hooks leave such calls to SGLang.
     quantized = with_parameters("a,b,c,d,e,f,g,h=1")
     assert HOOKS["quantized norm"](quantized, *known, False, 2) is None
     gate = with_parameters("batch_size, mode='a'")
@@ -216,9 +216,9 @@ def engine_objects() -> dict[str, Any]:
 
 @pytest.fixture
 def started(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a function that starts the plugin.
+    """Returns a function that starts the plugin and returns the obstacles that it reports.
 
-    It deletes a field of SGLang's objects first, and returns the obstacles that this rank reports.
+    Its argument is a field to delete from SGLang's objects first.
     """
     reported: list[str] = []
 
@@ -246,7 +246,7 @@ def started(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_start_of_an_expected_engine(started: Any) -> None:
+def test_start_without_obstacles(started: Any) -> None:
     assert started() == [""]
 
 
@@ -266,7 +266,7 @@ def test_start_of_an_expected_engine(started: Any) -> None:
 def test_a_missing_field_is_reported_to_the_peers(
     started: Any, caplog: pytest.LogCaptureFixture, field: str
 ) -> None:
-    """Otherwise a setting that SGLang renamed would be ignored."""
+    """Tests that the plugin does not ignore a setting that SGLang renamed."""
     (reported,) = started(field)
     assert reported.startswith("SGLang is not as this plugin expects")
     name = field.partition(".")[2].removeprefix("model_runner.")

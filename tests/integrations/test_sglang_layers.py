@@ -58,7 +58,7 @@ def test_tensors_that_do_not_fit() -> None:
 
 
 def test_sums_before_unfused_norms_are_reduced(fake: Any) -> None:
-    """SGLang 0.5.17 would run the norm without any all-reduce."""
+    """Tests that the plugin reduces: SGLang 0.5.17 would run the norm without an all-reduce."""
     messages: list[str] = []
     reduced: list[torch.Tensor] = []
 
@@ -91,7 +91,7 @@ def test_sums_before_unfused_norms_are_reduced(fake: Any) -> None:
     ],
 )
 def test_a_post_norm_that_is_not_fused(fake: Any, change: dict[str, bool], words: str) -> None:
-    """SGLang's own functions complete, norm, scale and add the sum."""
+    """Tests that SGLang's own functions then reduce, norm, scale and add."""
     messages: list[Any] = []
 
     class Post(PlainNorm):
@@ -232,7 +232,7 @@ class Stack(torch.nn.Module):
 
 
 class PlainStack(torch.nn.Module):
-    """A model of two layers without pipeline stages, as Gemma, Granite and OLMo."""
+    """A model of two layers without pipeline stages, as in Gemma, Granite and OLMo."""
 
     def __init__(self, kind: type[torch.nn.Module]) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class PlainStack(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the classes above the paths of SGLang's."""
+    """Gives the classes above the paths of SGLang's classes."""
     paths = {
         RowParallelLinear: "layers.linear.RowParallelLinear",
         Layer: "models.llama.LlamaDecoderLayer",
@@ -295,7 +295,7 @@ def test_layers_that_must_keep_their_sum(change: dict[str, bool]) -> None:
     assert len(found(stack)) == 4
 
 
-def test_wired_stacks() -> None:
+def test_wiring() -> None:
     stack = Stack()
     dense.wire(dense.sites(stack, 2, hidden_states_leave=False))
     layers: Any = stack.layers
@@ -325,7 +325,9 @@ def test_post_norms_are_computed_by_the_norms_after_them() -> None:
 
 def test_scales_are_applied_by_the_norms_or_by_the_layer() -> None:
     stack: Any = PlainStack(GraniteLayer)
-    assert dense.sites(stack, 2, hidden_states_leave=True) == [], "only one of its sums could be"
+    assert dense.sites(stack, 2, hidden_states_leave=True) == [], (
+        "one sum of each layer must be complete when it leaves"
+    )
     stack.layers[0].mlp.down_proj = torch.nn.Linear(4, 4)
     dense.wire(dense.sites(stack, 2, hidden_states_leave=False))
     first, second = stack.layers
@@ -350,7 +352,7 @@ def test_a_layer_that_adds_its_residual() -> None:
 
 
 def test_names_of_groups() -> None:
-    """SGLang 0.5.23 stores the names of groups in its layers."""
+    """Tests layers of SGLang 0.5.23, which store names of groups."""
     stack = Stack()
     layers: Any = stack.layers
     for layer, group, size in zip(layers, (None, "attn_tp", "tp"), (2, 2, 4), strict=True):

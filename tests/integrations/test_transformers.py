@@ -1,4 +1,4 @@
-"""Tests a tiny model of every family on two ranks: reductions, bits and tokens."""
+"""Tests a tiny model of every family on two ranks: number of reductions, bits and tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = torch.arange(2, 82).view(2, 40)
 
 
 def expected_calls(family: str) -> dict[str, int]:
-    """Returns the arguments of a forward pass's fused calls, without the residual, with counts."""
+    """Returns how often a forward pass makes each kind of fused call."""
     sites = SITES[family]
     if family in ("gemma2", "gemma3", "glm4"):
         return {"post norm, norm": sites}
@@ -47,7 +47,7 @@ def expected_calls(family: str) -> dict[str, int]:
 
 
 def counted(model: Any, **more: Any) -> tuple[Any, int]:
-    """Runs a forward pass; returns its result and its number of calls of dist.all_reduce."""
+    """Runs a forward pass; returns its result and how often it calls dist.all_reduce."""
     calls = 0
     real = dist.all_reduce
 
@@ -65,7 +65,7 @@ def counted(model: Any, **more: Any) -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def recorded_calls() -> Iterator[collections.Counter[str]]:
-    """Records the arguments of fused calls."""
+    """Counts fused calls by kind."""
     calls: collections.Counter[str] = collections.Counter()
     real: Any = allnorm.Communicator.all_reduce_add_rms_norm
 
@@ -86,7 +86,7 @@ def tokens(model: Any) -> torch.Tensor:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """Allows two ulps: the order of a norm's squares may change its last bits."""
+    """Compares up to two ulps: the norms add squares in different orders."""
     distance = int(ulp_distance(actual, expected).max())
     assert distance <= 2, f"{distance} ulps from the stock model"
 
@@ -254,7 +254,7 @@ def test_model_after_the_end_of_a_communicator(
             link.close()
         new = styles._communicator(group, "cpu")
         assert new is not link
-        assert styles._communicator(group, "cpu") is new, "an open one is reused"
+        assert styles._communicator(group, "cpu") is new, "the open communicator was not reused"
         for tokens in (1, 3):
             got = new.all_reduce(torch.full((tokens, 65), rank + 1.5))
             assert_same_bits(got, torch.full_like(got, 4.0), how)
@@ -283,7 +283,7 @@ def test_unknown_family(rank: int, world_size: int, tmp_path: pathlib.Path) -> N
         assert "FAMILIES" in str(error.value)
 
 
-def test_enable_and_disable_leave_no_trace() -> None:
+def test_disable_restores_transformers() -> None:
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.models.llama.modeling_llama import LlamaModel
 
@@ -405,6 +405,6 @@ def test_tensor_parallel_and_fsdp(rank: int, world_size: int, tmp_path: pathlib.
             assert site.calls >= 2, site
         lines = str(fused.report(model)).splitlines()
     attention = [line for line in lines if "o_proj" in line]
-    assert not attention, "its norm is unsharded with its layer"
+    assert not attention, "these sites are fused, because FSDP gathers their norms with the layer"
     why = "the weight of its norm is sharded, by FSDP for example"
     assert sum(why in line for line in lines) >= models.LAYERS - 1

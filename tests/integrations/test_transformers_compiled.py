@@ -1,4 +1,4 @@
-"""Tests compiled models, static caches and continuous batching: same tokens, no stale graphs."""
+"""Tests compiled models, static caches and continuous batching."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def static_cache(model: Any) -> Any:
 def test_toggling_never_runs_a_stale_graph(
     rank: int, world_size: int, tmp_path: pathlib.Path, family: str
 ) -> None:
-    """Disables and enables the fusion of a compiled model."""
+    """Tests a compiled model whose fusion is disabled and enabled."""
     place = models.save(family, tmp_path)
     sites = models.LAYERS if family == "gpt_oss" else 2 * models.LAYERS
     with models.fusion():

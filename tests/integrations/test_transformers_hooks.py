@@ -1,7 +1,7 @@
-"""Tests hooks, grad modes and replaced modules: fused models compute as stock ones on each rank.
+"""Tests hooks, gradients and replaced modules: fused models compute as stock models do.
 
-Both models get the same hooks, on all ranks or on one. Communication must not depend on
-them, and no stale norm may be returned.
+Both models get the same hooks, on all ranks or on one. Communication must not depend on hooks, and
+a model must not use a norm of values that a hook has changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLACES = (
     "",
     "*",
 )
-# Places where a hook reads or writes, with the sites of Llama whose norm cannot be used then.
+# By the place of a hook: the site of Llama whose fused norm cannot be used then.
 AFTER = {
     "layers.0": "layers.0.mlp.down_proj",
     "layers.1": "layers.1.mlp.down_proj",
@@ -115,7 +115,7 @@ def act(action: str, value: Any, kept: list[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """One hook.
+    """A hook of a module.
 
     Attributes:
         place: the module; "" for the base model, "*" for every module.
@@ -154,10 +154,12 @@ def random_hooks(source: random.Random, family: str, modes: str) -> list[Hook]:
         action = source.choice(ACTIONS)
         if place == "*":
             action = source.choice(("read", "keep"))
-        if modes == "grad" and action.startswith("write"):  # of a leaf, or of what is saved
+        if modes == "grad" and action.startswith(
+            "write"
+        ):  # autograd forbids writes to leaves and saved tensors
             action = "replace"
         ranks = source.choice(((0, 1), (0,), (1,)))
-        if family == "olmo2" and place == "layers.1.input_layernorm":  # it has none
+        if family == "olmo2" and place == "layers.1.input_layernorm":  # OLMo has no such norm
             place = "layers.1"
         if family not in ("llama", "biased") and (place in SUMS or place == "*"):
             ranks = (0, 1)
@@ -191,7 +193,7 @@ MODES = ("no_grad", "no_grad", "inference", "inference", "grad", "train", "reent
 
 
 def outcome(model: Any, hooks: list[Hook], rank: int, mode: str) -> dict[str, Any]:
-    """Runs the model once with its hooks; returns tensors that must equal the stock model's."""
+    """Runs a model once with hooks; returns tensors to compare with those of the other model."""
     kept: list[Any] = []
     with hooked(model.base_model, hooks, rank, kept):
         if mode in ("no_grad", "train"):
@@ -235,7 +237,7 @@ def counts(model: Any) -> dict[str, tuple[int, int]]:
 def check_counts(
     rank: int, before: dict[str, Any], after: dict[str, Any], hooks: list[Hook], mode: str
 ) -> None:
-    """Compares the counts of `report()` for one forward pass of a Llama with the expected ones."""
+    """Checks the counts of calls that `report()` shows for one forward pass of a Llama."""
     touched = set()
     for hook in hooks:
         if rank in hook.ranks and hook.place == "*":
@@ -263,7 +265,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def compare_scenarios(rank: int, folder: pathlib.Path, kind: str, seeds: Iterable[int]) -> None:
-    """Runs every scenario on the stock model and on the fused one, and compares. Collective."""
+    """Runs each seed's scenario on the stock and the fused model, and compares. Collective."""
     family, more = KINDS[kind]
     place = models.save(family, folder, torch.float32, **more)
     stock = models.load(place, family)
@@ -291,7 +293,7 @@ def compare_scenarios(rank: int, folder: pathlib.Path, kind: str, seeds: Iterabl
 @on(cpu=(2,))
 @pytest.mark.parametrize("kind", ["llama", "biased", "gemma2"])
 def test_random_hooks(rank: int, world_size: int, tmp_path: pathlib.Path, kind: str) -> None:
-    # With seeds 200 and 233, hooks come before every module.
+    # Seeds 200 and 233 have hooks before every module.
     compare_scenarios(rank, tmp_path, kind, (*range(24), 200, 233))
 
 
@@ -306,7 +308,7 @@ def test_many_random_hooks(rank: int, world_size: int, tmp_path: pathlib.Path, k
 @on(cpu=(2,))
 @torch.no_grad()
 def test_sum_that_one_rank_reads(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """Tests a hook on one rank that needs a sum that the call of the peers does not return."""
+    """Tests a hook on one rank that reads a sum, which the peers' calls do not return."""
     place = models.save("gemma2", tmp_path)
     with models.fusion():
         model = models.load(place, "gemma2")
@@ -322,7 +324,7 @@ def test_sum_that_one_rank_reads(rank: int, world_size: int, tmp_path: pathlib.P
 
 
 class Adapter(torch.nn.Module):
-    """LoRA around a linear layer, as peft injects it."""
+    """A LoRA adapter around a linear layer, as in peft."""
 
     def __init__(self, base_layer: torch.nn.Linear, seed: int) -> None:
         super().__init__()
@@ -334,7 +336,7 @@ class Adapter(torch.nn.Module):
         self.up = torch.nn.Parameter(torch.randn(rows, 4, generator=generator))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output and the correction."""
+        """Returns the sum of the layer's output and the correction."""
         return self.base_layer(x) + (x @ self.down.T) @ self.up.T
 
 
@@ -369,7 +371,7 @@ def test_adapters(rank: int, world_size: int, tmp_path: pathlib.Path, family: st
         assert first == f"{2 * models.LAYERS - 2} of {2 * models.LAYERS + 1} reductions fused"
         for name in names[:2]:
             assert any(f"{name}: {name} has been replaced by a" in line for line in rest), rest
-        assert len(rest) == 3, "the embedding, and the two"
+        assert len(rest) == 3, "the missed sites are the embedding and two adapters"
         for name in names:
             parent, _, key = name.rpartition(".")
             owner = model.base_model.get_submodule(parent)
@@ -382,7 +384,7 @@ def test_adapters(rank: int, world_size: int, tmp_path: pathlib.Path, family: st
 @on(cpu=(2,))
 @torch.no_grad()
 def test_compiled_with_hooks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """Tests hooks in compiled models, after which norms are computed again."""
+    """Tests hooks in compiled models, which then compute the norms again."""
     hooks = [
         Hook("layers.0", "after", "write", (0, 1)),
         Hook("layers.1", "after", "copied", (0,)),

@@ -1,4 +1,4 @@
-"""Tests that no code can read a partial sum."""
+"""Tests partial sums: an addition or a norm fuses with the reduction; other uses reduce first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from allnorm.testing import RankPool
 
 
 class Doubles:
-    """A communicator of two ranks with the same input, in one process."""
+    """A fake communicator of two ranks with equal inputs, in one process."""
 
     def all_reduce(self, x: torch.Tensor, algorithm: str) -> torch.Tensor:
         return x + x
@@ -92,10 +92,12 @@ def test_addition_fuses(how: str, bias: bool) -> None:
     torch.testing.assert_close(normed, model.module(summed))
     assert model.calls() == (1, 0)
     assert model.norm.ready is None
-    torch.testing.assert_close(model.forward(summed), normed)  # a second call computes the norm
+    torch.testing.assert_close(
+        model.forward(summed), normed
+    )  # a second call computes the norm again
 
 
-def test_another_tensor_is_normed_by_the_norm_itself() -> None:
+def test_different_tensors_are_not_fused() -> None:
     model = Model()
     summed = model.residual + model.partial
     changed = summed * 2
@@ -104,7 +106,7 @@ def test_another_tensor_is_normed_by_the_norm_itself() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_post_norm_alone_fuses(bias: bool) -> None:
-    """A different operation than the residual add follows, such as a second sum."""
+    """Tests a norm whose result is not added to a residual."""
     model = Model(post=True, norm=False, bias=bias)
     normed = model.post_forward(model.partial)
     assert model.calls() == (0, 0)
@@ -126,7 +128,7 @@ def test_a_post_norm_fuses_with_the_addition(scale: float | None, norm: bool) ->
     assert model.norm.ready is None
 
 
-def test_a_post_norm_with_a_bias_is_a_call_of_its_own() -> None:
+def test_a_post_norm_with_a_bias_fuses_without_the_addition() -> None:
     model = Model(post=True, bias=True)
     summed = model.residual + model.post_forward(model.partial)
     torch.testing.assert_close(summed, model.residual + model.post_module(model.total))
@@ -140,11 +142,13 @@ def test_a_scaled_sum_fuses_with_the_addition(bias: bool) -> None:
     model = Model(bias=bias, is_scaled=True)
     summed = 0.3 * model.partial + model.residual
     torch.testing.assert_close(summed, model.residual + model.total * 0.3)
-    assert model.calls() == ((0, 1) if bias else (1, 0)), "a bias would be added before the factor"
+    assert model.calls() == ((0, 1) if bias else (1, 0)), (
+        "a fused call would scale before it adds the bias"
+    )
     torch.testing.assert_close(model.forward(summed), model.module(summed))
 
 
-def test_without_its_post_norm_nothing_is_fused() -> None:
+def test_a_sum_that_skips_its_post_norm_is_not_fused() -> None:
     model = Model(post=True)
     torch.testing.assert_close(model.residual + model.partial, model.residual + model.total)
     assert model.calls() == (0, 1)
@@ -170,22 +174,22 @@ USES = {
     "a scaled addition": lambda r, p: torch.add(r, p, alpha=3),
     "an addition that broadcasts": lambda r, p: r[:1, :1] + p,
     "an addition of a number": lambda r, p: 1 + p,
-    "another dtype": lambda r, p: r.double() + p,
+    "different dtype": lambda r, p: r.double() + p,
     "indexed": lambda r, p: p[0],
     "a function": lambda r, p: torch.nn.functional.dropout(p, 0.0),
     "a list": lambda r, p: torch.cat([r, p]),
     "a method": lambda r, p: p.float().transpose(0, 1),
     "an attribute": lambda r, p: p.T if p.ndim == 2 else p.mT,
     "other rows": lambda r, p: p.reshape(2, 12, 2),
-    "a norm that is not its own": lambda r, p: torch.nn.functional.rms_norm(p, (8,)),
-    "two of them": lambda r, p: p + p,
+    "a different norm": lambda r, p: torch.nn.functional.rms_norm(p, (8,)),
+    "two partial sums": lambda r, p: p + p,
     "in place": lambda r, p: r.clone().add_(p),
 }
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("use", USES)
-def test_every_other_use_reduces_first(use: str, bias: bool) -> None:
+def test_other_uses_reduce_first(use: str, bias: bool) -> None:
     model = Model(bias=bias)
     got = USES[use](model.residual, model.partial)
     torch.testing.assert_close(got, USES[use](model.residual, model.total))
@@ -196,21 +200,21 @@ def test_every_other_use_reduces_first(use: str, bias: bool) -> None:
         assert model.calls() == (0, 1)  # the sum is computed once
 
 
-def test_a_weight_of_another_dtype_is_not_fused() -> None:
+def test_a_weight_of_a_different_dtype_is_not_fused() -> None:
     model = Model()
     partial = PartialSum(model.x.bfloat16(), model.site)
     model.residual.bfloat16() + partial
     assert model.calls() == (0, 1)
 
 
-def test_shape_costs_nothing() -> None:
+def test_queries_do_not_reduce() -> None:
     model = Model()
     assert (model.partial.shape, model.partial.dtype) == (model.x.shape, torch.float32)
     assert model.partial.device == model.x.device
     assert model.calls() == (0, 0)
 
 
-def test_what_waits_is_dropped_when_switched_off() -> None:
+def test_disable_drops_the_pending_norm() -> None:
     model = Model()
     summed = model.residual + model.partial
     SWITCH.enabled = False
@@ -229,7 +233,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_written_residual_is_normed_anew(change: str, is_inference: bool) -> None:
+def test_a_written_residual_is_normed_again(change: str, is_inference: bool) -> None:
     model = Model()
     with torch.inference_mode() if is_inference else torch.no_grad():
         summed = model.residual + model.partial
@@ -239,7 +243,7 @@ def test_a_written_residual_is_normed_anew(change: str, is_inference: bool) -> N
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
-def test_a_residual_that_is_only_read_is_not(is_inference: bool) -> None:
+def test_a_residual_that_is_only_read_is_not_normed_again(is_inference: bool) -> None:
     model = Model()
     with torch.inference_mode() if is_inference else torch.no_grad():
         summed = model.residual + model.partial
@@ -254,7 +258,7 @@ def test_a_residual_that_is_only_read_is_not(is_inference: bool) -> None:
 VIEWS = {
     "rows": lambda summed: summed[:, -1:],
     "the whole": lambda summed: summed[:],
-    "another shape": lambda summed: summed.view(-1, 8),
+    "different shape": lambda summed: summed.view(-1, 8),
     "detached": lambda summed: summed.detach(),
     "copied": lambda summed: summed.clone(),
     "strided": lambda summed: summed.transpose(0, 1),
@@ -262,7 +266,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_another_view_of_the_residual_is_normed_itself(view: str) -> None:
+def test_views_of_the_residual_are_normed_again(view: str) -> None:
     model = Model()
     value = VIEWS[view](model.residual + model.partial)
     torch.testing.assert_close(model.forward(value), model.module(value))
@@ -270,7 +274,7 @@ def test_another_view_of_the_residual_is_normed_itself(view: str) -> None:
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_gradients_that_are_on_by_now(is_frozen: bool) -> None:
+def test_gradients_enabled_before_the_norm(is_frozen: bool) -> None:
     model = Model()
     model.module.requires_grad_(not is_frozen)
     summed = model.residual + model.partial
@@ -283,8 +287,8 @@ def test_gradients_that_are_on_by_now(is_frozen: bool) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("post", [False, True])
-def test_gradients_that_are_on_when_a_sum_is_used(post: bool, bias: bool) -> None:
-    """Tests attention under no_grad in a layer with gradients, which later operations need."""
+def test_gradients_enabled_before_the_addition(post: bool, bias: bool) -> None:
+    """Tests attention under no_grad in a layer whose later operations need gradients."""
     model = Model(post=post, bias=bias)
     with torch.enable_grad():
         residual, total = model.residual.requires_grad_(), model.total.detach()
@@ -299,22 +303,22 @@ def test_gradients_that_are_on_when_a_sum_is_used(post: bool, bias: bool) -> Non
     assert model.linear.bias is None or model.linear.bias.grad is None
 
 
-def test_a_norm_that_is_never_asked_is_counted() -> None:
+def test_unused_norms_are_counted() -> None:
     model = Model()
     for _ in range(2):
         model.residual + PartialSum(model.x, model.site)
-    assert model.calls() == (1, 1)  # the second site's rows may still be used
+    assert model.calls() == (1, 1)  # the second norm is still pending
 
 
-def test_training_is_stock() -> None:
+def test_training_is_not_fused() -> None:
     model = Model()
     assert model.site.fuses()
     model.linear.train()
     assert not model.site.fuses()
 
 
-def test_the_sum_alone_has_its_signs() -> None:
-    """The call that returns the sum adds a residual, which must not turn -0.0 into 0.0."""
+def test_negative_zeros_of_an_unfused_sum() -> None:
+    """Tests that the residual of zeros that the call adds does not turn -0.0 into 0.0."""
     model = Model()
     partial = PartialSum(torch.full((2, 8), -0.0), model.site)
     assert torch.signbit(partial.reduced()).all()
@@ -322,7 +326,7 @@ def test_the_sum_alone_has_its_signs() -> None:
 
 def test_a_norm_can_be_copied() -> None:
     model = Model()
-    model.module.forward = types.MethodType(_norm_forward, model.norm)  # type: ignore[method-assign]
+    model.module.forward = types.MethodType(_norm_forward, model.norm)
     twin = copy.deepcopy(model.module)
     twin.weight.mul_(2.0)
     rows = torch.randn(3, 8)
@@ -334,7 +338,7 @@ def test_sites_cannot_be_copied() -> None:
         copy.deepcopy(Model().site)
 
 
-def test_its_own_dtype_changes_nothing() -> None:
+def test_conversion_to_the_same_dtype_does_not_reduce() -> None:
     model = Model()
     assert model.partial.to(torch.float32) is model.partial
     torch.testing.assert_close(model.partial.to(torch.float64), model.total.double())

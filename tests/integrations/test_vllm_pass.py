@@ -1,4 +1,4 @@
-"""Tests the pass and the start of workers on ranks, with fakes of vLLM: all ranks decide alike."""
+"""Tests the pass and the start of vLLM's workers with fakes of vLLM: all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import on
+from rank_helpers import on, same_on_every_rank
 
 import allnorm.compile
 from allnorm.errors import AllnormError
-from allnorm.integrations import engines
 from allnorm.integrations.vllm import engine
-from allnorm.testing import RankPool
+from allnorm.testing import gather
 
 from . import vllm_stand_in as stand_in
 
 
 class Rank:
-    """A worker of a stand-in engine."""
+    """A worker of a fake engine."""
 
-    def __init__(self, cache: str, patience_s: float = 60.0, **changes: Any) -> None:
-        self.cache = cache
-        stand_in.put_in_place(cache)
+    def __init__(self, cache: pathlib.Path, patience_s: float = 60.0, **changes: Any) -> None:
+        stand_in.put_in_place(str(cache))
         self.said = stand_in.Said(engine.STATE)
         world_size = torch.distributed.get_world_size()
         engine.start(stand_in.config(world_size, **changes))
@@ -62,8 +60,8 @@ class Rank:
         self.module = module
         return sum("all_reduce_add_rms_norm" in str(node.target) for node in module.graph.nodes)
 
-    def close(self) -> bool:
-        """Runs the last compiled graph; returns whether its results are those of the original."""
+    def is_close(self) -> bool:
+        """Returns whether the last compiled graph computes the results of the original graph."""
         rank = torch.distributed.get_rank()
         inputs = stand_in.inputs(rank)
         got, expected = self.module(*inputs), stand_in.graph(rank)(*inputs)
@@ -71,104 +69,74 @@ class Rank:
         return all(torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02) for a, b in pairs)
 
 
-def fail_on_some(rank: int, world_size: int, cache: str, failing: list[int]) -> dict[str, Any]:
-    with Rank(cache) as worker:
-        fused = worker.compile(fails=rank in failing)
-        close = worker.close()
-        after = worker.compile()
-        close &= worker.close()
-        engine.ready()
-        return {
-            "fused": [fused, after],
-            "close": close,
-            "unfused": engine.STATE.unfused,
-            "said": worker.said.lines,
-            "words": stand_in.folder(cache),
-        }
-
-
-@on(cpu=[2, 3])
+@on(cpu=(2, 3))
 @pytest.mark.parametrize("failing", [[1], [0, 1], []], ids=str)
-def test_a_rank_whose_pass_fails_keeps_all_from_fusing_that_graph(
-    pool: RankPool, tmp_path: pathlib.Path, failing: list[int]
+def test_no_rank_fuses_a_graph_if_the_pass_fails_on_one(
+    rank: int, world_size: int, tmp_path: pathlib.Path, failing: list[int]
 ) -> None:
-    """Otherwise that rank would reduce by vLLM, and its peers would wait in a fused call."""
-    found = pool.run(fail_on_some, str(tmp_path), failing)
-    for each in found:
-        assert each["fused"] == [0 if failing else 1, 1]
-        assert each["close"]
-        assert each["unfused"] == found[0]["unfused"]
-    assert not any(each["said"] for each in found[1:]), "one rank speaks for the group"
-    if failing:
-        whose = "" if len(failing) == pool.world_size else f" (rank {failing[0]} of the group)"
-        (warned, summary) = found[0]["said"]
-        assert warned[0] == "WARNING"
-        assert warned[1].endswith(f" on all ranks: RuntimeError: half way{whose}")
-        assert "1 of 1 reductions fused" in summary[1]
-        assert "a graph: RuntimeError: half way" in summary[1]
-        # Code of this start may not fit the code of a later start.
-        assert not found[0]["words"]
-    else:
-        assert len(found[0]["words"]) == 1
+    """Tests the fallback: the rank reduces by vLLM, so its peers must not make a fused call."""
+    with Rank(tmp_path) as worker:
+        assert worker.compile(fails=rank in failing) == (0 if failing else 1)
+        assert worker.is_close()
+        assert worker.compile() == 1
+        assert worker.is_close()
+        engine.ready()
+        same_on_every_rank(engine.STATE.unfused)
+    if rank:
+        assert not worker.said.lines, "only rank 0 logs"
+    elif failing:
+        whose = "" if len(failing) == world_size else f" (rank {failing[0]} of the group)"
+        (level, warning), (_, summary) = worker.said.lines
+        assert level == "WARNING"
+        assert warning.endswith(f" on all ranks: RuntimeError: half way{whose}")
+        assert "1 of 1 reductions fused" in summary
+        assert "a graph: RuntimeError: half way" in summary
+    if rank == 0:  # later starts must not reuse compiled code after a failure
+        assert len(stand_in.folder(tmp_path)) == (0 if failing else 1)
 
 
-def one_from_the_cache(
-    rank: int, world_size: int, cache: str, fails: bool
-) -> tuple[Any, Any, float]:
-    """Runs in ranks: rank 0 has both graphs in its cache and never runs the pass."""
-    with Rank(cache, patience_s=0.5) as worker:
-        began = time.monotonic()
-        if rank == 0:
-            return None, None, 0.0
-        first, second = worker.compile(fails=fails), worker.compile()
-        return first, second, time.monotonic() - began
-
-
-@on(cpu=[2, 3])
-def test_a_rank_that_compiles_from_a_cache_is_not_waited_for_long(
-    pool: RankPool, tmp_path: pathlib.Path
+@on(cpu=(2, 3))
+def test_ranks_wait_once_for_a_rank_that_uses_its_cache(
+    rank: int, world_size: int, tmp_path: pathlib.Path
 ) -> None:
-    """Cached graphs are fused: caches of unsuccessful starts are never reused."""
-    _, *others = pool.run(one_from_the_cache, str(tmp_path), False)
-    for first, second, seconds in others:
-        assert (first, second) == (1, 1)
-        assert 0.5 <= seconds < 30.0, "waited for once, not for each graph"
+    """Rank 0 has both graphs in its cache; its peers fuse, because cached graphs are fused."""
+    with Rank(tmp_path, patience_s=0.5) as worker:
+        if rank:
+            began = time.monotonic()
+            assert (worker.compile(), worker.compile()) == (1, 1)
+            seconds = time.monotonic() - began
+            assert 0.5 <= seconds < 30.0, "the ranks waited for each graph, or not at all"
 
 
-@on(cpu=[2])
-def test_a_rank_that_cannot_do_what_a_cache_does_says_so(
-    pool: RankPool, tmp_path: pathlib.Path
+@on(cpu=(2,))
+def test_error_if_a_peer_uses_cached_code_that_this_rank_cannot_make(
+    rank: int, world_size: int, tmp_path: pathlib.Path
 ) -> None:
-    _, (first, second, _) = pool.run(one_from_the_cache, str(tmp_path), True)
-    assert "half way" in first
-    assert "from a compile cache (silent: [0])" in first
-    assert "Start again" in first
-    assert second == 1
+    with Rank(tmp_path, patience_s=0.5) as worker:
+        if rank:
+            error = worker.compile(fails=True)
+            assert "half way" in error
+            assert "from a compile cache (silent: [0])" in error
+            assert "Start again" in error
+            assert worker.compile() == 1
 
 
-def start_and_look(rank: int, world_size: int, cache: str, get_ready: bool) -> tuple[str, str]:
-    with Rank(cache):
-        from allnorm.integrations.vllm.graph_pass import AllnormFusionPass
-
-        uuid, word = AllnormFusionPass(None).uuid(), engine.STATE.word
-        assert word in engine.key()
-        assert engine.key() in uuid
-        if get_ready:
-            engine.ready()
-        torch.distributed.barrier()
-        assert stand_in.folder(cache) == ([word] if get_ready else [])
-        return word, uuid
-
-
-@on(cpu=[2])
-def test_compiled_code_is_used_again_after_starts_that_got_ready(
-    pool: RankPool, tmp_path: pathlib.Path
+@on(cpu=(2,))
+def test_only_code_of_complete_starts_is_reused(
+    rank: int, world_size: int, tmp_path: pathlib.Path
 ) -> None:
     def start(get_ready: bool) -> str:
-        (word, uuid), (other, others) = pool.run(start_and_look, str(tmp_path), get_ready)
-        assert word == other
-        assert uuid != others, "no rank takes its peer's code, and misses the verdict"
-        return word
+        with Rank(tmp_path):
+            from allnorm.integrations.vllm.graph_pass import AllnormFusionPass
+
+            uuid, word = AllnormFusionPass(None).uuid(), engine.STATE.word
+            assert word in engine.key()
+            assert engine.key() in uuid
+            if get_ready:
+                engine.ready()
+            assert len(set(gather(uuid))) == 2, "a rank would load its peer's code, unasked"
+            assert stand_in.folder(tmp_path) == ([word] if get_ready else [])
+        return same_on_every_rank(word)
 
     first = start(get_ready=True)
     assert start(get_ready=False) == first
@@ -177,74 +145,70 @@ def test_compiled_code_is_used_again_after_starts_that_got_ready(
     assert start(get_ready=True) == after_an_interruption
 
 
-def look_for_reductions(rank: int, world_size: int, cache: str, compiles: bool) -> list[Any]:
-    with Rank(cache) as worker:
+@on(cpu=(2,))
+@pytest.mark.parametrize(
+    ("compiles", "level", "words"),
+    [
+        (True, "WARNING", "0 reductions found in the 1 graphs that vLLM compiled"),
+        (False, "INFO", "came from vLLM's cache"),
+    ],
+)
+def test_message_if_no_reduction_was_found(
+    rank: int, world_size: int, tmp_path: pathlib.Path, compiles: bool, level: str, words: str
+) -> None:
+    with Rank(tmp_path) as worker:
         if compiles:
             worker.compile(norm=False)
         engine.ready()
-        return worker.said.lines
-
-
-@on(cpu=[2])
-def test_no_reduction_found_is_told_from_code_of_the_cache(
-    pool: RankPool, tmp_path: pathlib.Path
-) -> None:
-    ((level, text),), _ = pool.run(look_for_reductions, str(tmp_path), True)
-    assert level == "WARNING"
-    assert "0 reductions found in the 1 graphs that vLLM compiled" in text
-    ((level, text),), _ = pool.run(look_for_reductions, str(tmp_path), False)
-    assert level == "INFO"
-    assert "came from vLLM's cache" in text
+    if rank == 0:
+        ((logged, text),) = worker.said.lines
+        assert logged == level
+        assert words in text
 
 
 class Broken:
-    """An object of vLLM without its fields."""
+    """A fake of an object of vLLM without fields."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"no field {name}")
 
 
-def start_without(rank: int, world_size: int, cache: str, what: str) -> tuple[Any, list[Any]]:
-    changes: dict[str, Any] = {}
-    if what == "sizes of rank 1" and rank == 1:
-        changes["scheduler_config"] = Broken()
-    stand_in.put_in_place(cache)
+@on(cpu=(2,))
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("switch", "AttributeError: no field fuse_allreduce_rms"),
+        ("sizes of rank 1", "no field max_num_batched_tokens (rank 1 of the group)"),
+        ("seam of rank 1", "a module could not be changed (rank 1 of the group)"),
+    ],
+)
+def test_a_failed_start_does_not_change_the_engine(
+    rank: int, world_size: int, tmp_path: pathlib.Path, broken: str, words: str
+) -> None:
+    stand_in.put_in_place(str(tmp_path))
     said = stand_in.Said(engine.STATE)
-    made = stand_in.config(world_size)
-    for name, value in changes.items():
-        setattr(made, name, value)
-    if what == "the switch":
-        made.compilation_config.pass_config = Broken()
-    engine.STATE.broken = "a module could not be changed" if what == "a seam" and rank else ""
+    config = stand_in.config(world_size)
+    if broken == "switch":
+        config.compilation_config.pass_config = Broken()
+    elif rank and broken == "sizes of rank 1":
+        config.scheduler_config = Broken()
+    elif rank:
+        engine.STATE.broken = "a module could not be changed"
     try:
-        engine.start(made)
+        engine.start(config)
         assert engine.communicator() is None
         assert engine.communicator_for_eager() is None
-        passes = made.compilation_config.pass_config
-        still_on = what == "the switch" or passes.fuse_allreduce_rms
-        return (engine.STATE.outcome or engines.Outcome(None)).reason, [still_on, *said.lines]
+        if broken != "switch":  # vLLM's own default is back
+            keeps = rank == 0 or broken != "seam of rank 1"
+            assert config.compilation_config.pass_config.fuse_allreduce_rms is keeps
+        assert engine.STATE.outcome is not None
+        assert words in same_on_every_rank(engine.STATE.outcome.reason)
+        if rank == 0:
+            ((level, text),) = said.lines
+            assert level == "WARNING"
+            assert "nothing is fused" in text
+            assert words in text
     finally:
         engine.STATE.broken = ""
         engine._stop()
         stand_in.remove()
-
-
-@on(cpu=[2])
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("the switch", "AttributeError: no field fuse_allreduce_rms"),
-        ("sizes of rank 1", "no field max_num_batched_tokens (rank 1 of the group)"),
-        ("a seam", "a module could not be changed (rank 1 of the group)"),
-    ],
-)
-def test_a_start_that_fails_leaves_the_engine_as_it_is(
-    pool: RankPool, tmp_path: pathlib.Path, what: str, words: str
-) -> None:
-    (reason, (still_on, *said)), (other, (there, *_)) = pool.run(start_without, str(tmp_path), what)
-    assert reason == other
-    assert words in reason
-    assert [level for level, _ in said] == ["WARNING"]
-    assert "nothing is fused" in said[0][1]
-    assert words in said[0][1]
-    assert (still_on, there) == (True, what != "a seam"), "vLLM's own default is back"

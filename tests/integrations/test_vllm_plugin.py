@@ -1,7 +1,12 @@
-"""Tests the plugin's own logic with fakes of vLLM's modules; tests/engines has the real ones."""
+"""Tests the vLLM plugin in one process, with fakes of vLLM's modules.
+
+tests/engines/test_vllm.py runs it in the real package.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import multiprocessing
 import pathlib
@@ -32,7 +37,7 @@ from allnorm.integrations.vllm.seams import Option, Seam
 
 @pytest.fixture
 def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Creates a package on the path, with modules that need not be imported."""
+    """Creates a package on the path, with modules that are not imported."""
     name = "standin_engine"
     folder = tmp_path / name
     (folder / "inner").mkdir(parents=True)
@@ -64,18 +69,16 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         del sys.modules[loaded]
 
 
-# ---- acting on imports --------------------------------------------------------------------------
+# ---- actions on imports -------------------------------------------------------------------------
 
 
-def test_an_action_follows_the_import(package: str) -> None:
-    import importlib
-
+def test_actions_run_after_the_import(package: str) -> None:
     seen: list[Any] = []
     name = f"{package}.inner.work"
     late.when_imported(name, seen.append, pytest.fail)
     late.when_imported(name, lambda module: setattr(module, "start", "ours"), pytest.fail)
     assert not seen
-    assert name not in sys.modules, "nothing is imported early"
+    assert name not in sys.modules, "the action imported the module"
     module = importlib.import_module(name)
     assert seen == [module]
     assert module.start == "ours"
@@ -83,18 +86,16 @@ def test_an_action_follows_the_import(package: str) -> None:
     assert module.__spec__ is not None
     assert module.__spec__.loader is module.__loader__
     late.when_imported(name, seen.append, pytest.fail)
-    assert seen == [module, module], "a module that is there is acted on at once"
+    assert seen == [module, module], "the action did not run at once for an imported module"
 
 
-def test_a_module_that_does_not_exist_still_does_not(package: str) -> None:
+def test_actions_of_modules_that_do_not_exist(package: str) -> None:
     late.when_imported(f"{package}.nowhere", lambda module: None, pytest.fail)
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         __import__(f"{package}.nowhere")
 
 
-def test_what_an_action_raises_is_not_raised_by_the_import(package: str) -> None:
-    import importlib
-
+def test_imports_do_not_raise_errors_of_actions(package: str) -> None:
     failed: list[str] = []
     seen: list[Any] = []
 
@@ -105,7 +106,7 @@ def test_what_an_action_raises_is_not_raised_by_the_import(package: str) -> None
     late.when_imported(name, broken, lambda error: failed.append(repr(error)))
     late.when_imported(name, seen.append, pytest.fail)
     module = importlib.import_module(name)
-    assert seen == [module], "the actions after it act"
+    assert seen == [module], "later actions did not run"
     late.when_imported(name, broken, lambda error: failed.append(repr(error)))
     assert failed == ["KeyError('fuse_allreduce_rms')"] * 2
 
@@ -131,7 +132,7 @@ def test_what_an_action_raises_is_not_raised_by_the_import(package: str) -> None
         ("Worker.rank", (), True),
         ("Worker.size", (), True),
         ("Worker.late", (), False),
-        # A function that is called with the known parameters must not require others.
+        # A function must not require more than the known parameters.
         ("more", ("config",), False),
         ("more", ("config", "new"), True),
         ("named", ("config",), False),
@@ -146,11 +147,11 @@ def test_seams_are_found_in_sources(
     assert f"{package}.inner.work" not in sys.modules
 
 
-def test_a_module_that_is_gone_is_a_missing_seam(package: str) -> None:
+def test_seams_of_missing_modules(package: str) -> None:
     assert seams.missing((Seam(f"{package}.other", "start"),)) == [f"{package}.other.start"]
 
 
-def test_a_missing_seam_is_named_and_nothing_is_touched(
+def test_nothing_is_installed_without_a_seam(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     touched: list[str] = []
@@ -166,22 +167,29 @@ def test_a_missing_seam_is_named_and_nothing_is_touched(
     assert "this vLLM has no vllm.somewhere.something" in record.getMessage()
 
 
-def test_what_is_read_of_vllms_objects_is_a_seam() -> None:
-    """Otherwise a renamed field would fail in a worker, or be ignored."""
+def test_fields_of_vllms_objects_are_seams() -> None:
+    """Tests that a renamed field is found before a worker fails or ignores it."""
     known = {seam.name for seam in seams.REQUIRED}
     known |= {seam.name for option in seams.OPTIONAL for seam in option.needs}
     for field in (
-        *("PassConfig.fuse_allreduce_rms", "PassConfig.fi_allreduce_fusion_max_size_mb"),
-        *("ParallelConfig.tensor_parallel_size", "ParallelConfig.use_ubatching"),
-        *("CompilationConfig.mode", "CompilationConfig.pass_config"),
-        *("SchedulerConfig.max_num_batched_tokens", "ModelConfig.get_hidden_size"),
-        *("GroupCoordinator.device_group", "GroupCoordinator.unique_name"),
-        *("RMSNorm.variance_size_override", "IrOpImpl.provider", "Platform.is_cuda"),
+        "PassConfig.fuse_allreduce_rms",
+        "PassConfig.fi_allreduce_fusion_max_size_mb",
+        "ParallelConfig.tensor_parallel_size",
+        "ParallelConfig.use_ubatching",
+        "CompilationConfig.mode",
+        "CompilationConfig.pass_config",
+        "SchedulerConfig.max_num_batched_tokens",
+        "ModelConfig.get_hidden_size",
+        "GroupCoordinator.device_group",
+        "GroupCoordinator.unique_name",
+        "RMSNorm.variance_size_override",
+        "IrOpImpl.provider",
+        "Platform.is_cuda",
     ):
         assert field in known
 
 
-def test_an_option_says_what_it_costs(
+def test_messages_of_missing_options(
     package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = f"{package}.inner.work"
@@ -208,7 +216,7 @@ def test_an_option_says_what_it_costs(
 _missing = seams.missing
 
 
-def test_a_seam_that_cannot_be_changed_is_said_and_keeps_this_rank_from_fusing(
+def test_errors_of_actions_prevent_fusion(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures: dict[str, Any] = {}
@@ -232,12 +240,10 @@ def test_a_seam_that_cannot_be_changed_is_said_and_keeps_this_rank_from_fusing(
     assert "AttributeError: gone" in caplog.text
 
 
-def test_vllm_is_imported_without_the_switch_too(
+def test_vllm_is_imported_without_the_switch(
     package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A KeyError of the plugin must not end vLLM's import."""
-    import importlib
-
+    """Tests that a KeyError of the plugin is logged and does not end vLLM's import."""
     tables = {2: {"compilation_config": {"pass_config": {"other": True}}}}
     monkeypatch.setattr(seams, "missing", lambda *_: [])
     monkeypatch.setattr(seams, "CONFIG", f"{package}.inner.work")
@@ -250,8 +256,7 @@ def test_vllm_is_imported_without_the_switch_too(
     assert "fuse_allreduce_rms" in caplog.text
 
 
-def test_a_table_without_the_switch_is_left_as_it_is() -> None:
-    """A KeyError in an action must not prevent vLLM's import."""
+def test_defaults_without_the_switch_are_not_changed() -> None:
     with_it: dict[str, Any] = {"compilation_config": {"pass_config": {switch.FIELD: True}}}
     without: dict[str, Any] = {"compilation_config": {"pass_config": {}}}
     module: Any = types.SimpleNamespace(OPTIMIZATION_LEVEL_TO_CONFIG={1: with_it, 2: without})
@@ -260,7 +265,7 @@ def test_a_table_without_the_switch_is_left_as_it_is() -> None:
     assert with_it == {"compilation_config": {"pass_config": {switch.FIELD: True}}}
 
 
-def test_workers_do_not_repeat_it(
+def test_workers_log_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(seams, "missing", lambda: ["vllm.somewhere.something"])
@@ -282,7 +287,7 @@ def test_the_entry_point_never_raises(
     assert "RuntimeError: no luck" in caplog.text
 
 
-def test_loading_it_imports_no_vllm() -> None:
+def test_registration_does_not_import_vllm() -> None:
     code = (
         "import sys; from allnorm.integrations.vllm import register; register();"
         "assert not any(name.startswith('vllm.') for name in sys.modules)"
@@ -290,10 +295,10 @@ def test_loading_it_imports_no_vllm() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
 
 
-# ---- following functions ------------------------------------------------------------------------
+# ---- functions that run after vLLM's ------------------------------------------------------------
 
 
-def test_what_follows_sees_the_arguments_and_the_result() -> None:
+def test_arguments_of_functions_that_run_after_vllms() -> None:
     owner = types.SimpleNamespace(start=lambda config, rank=0: rank)
     seen: list[Any] = []
 
@@ -319,7 +324,7 @@ def config_with(additional: Any, on: bool = False) -> Any:
     )
 
 
-def test_a_default_of_vllm_stays_when_ours_fails(
+def test_vllms_default_is_used_if_the_plugins_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tables = {"compilation_config": {"pass_config": {switch.FIELD: lambda config: True}}}
@@ -337,7 +342,7 @@ def test_a_default_of_vllm_stays_when_ours_fails(
     assert "RuntimeError: no luck" in caplog.text
 
 
-def test_additional_config_that_is_no_dictionary_is_left_alone(
+def test_additional_config_of_an_unknown_type_is_not_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(switch, "obstacle", lambda config: "")
@@ -357,7 +362,7 @@ def test_additional_config_that_is_no_dictionary_is_left_alone(
         (False, 2, False, "the platform is tpu, expected CUDA"),
     ],
 )
-def test_what_has_nothing_to_fuse(
+def test_engines_with_nothing_to_fuse(
     monkeypatch: pytest.MonkeyPatch, cuda: bool, ranks: int, two_batches: bool, words: str
 ) -> None:
     platforms: Any = types.ModuleType("vllm.platforms")
@@ -370,7 +375,7 @@ def test_what_has_nothing_to_fuse(
     assert bool(words) == bool(why)
 
 
-def test_what_vllm_would_do_without_us() -> None:
+def test_vllms_own_default() -> None:
     for stock in (True, False):
         assert switch.stock_default(config_with({"allnorm": {"stock": stock}}, on=True)) is stock
     assert switch.stock_default(config_with({}, on=True))
@@ -379,7 +384,7 @@ def test_what_vllm_would_do_without_us() -> None:
 # ---- helpers and passes --------------------------------------------------------------------------
 
 
-def test_a_helper_of_eager_models_never_raises_of_itself(
+def test_eager_helpers_do_not_raise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def stock(hidden_states: Any, residual: Any, norm: Any, scale: float = 1.0) -> Any:
@@ -397,7 +402,7 @@ def test_a_helper_of_eager_models_never_raises_of_itself(
     assert module.helper(x, x, object(), scale=2.0) == ("stock", 2.0)
 
 
-def test_the_agreement_of_eager_models_never_raises(
+def test_agreement_of_eager_models_does_not_raise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine, "STATE", engine.State(vllm_config=config_with({}, on=True)))
@@ -408,7 +413,7 @@ def test_the_agreement_of_eager_models_never_raises(
     assert len(caplog.records) == 1
 
 
-def test_a_pass_that_cannot_be_made_is_vllms_own(
+def test_vllms_pass_is_used_if_the_plugins_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine, "STATE", engine.State())
@@ -430,5 +435,5 @@ def test_a_pass_that_cannot_be_made_is_vllms_own(
         ("oink", False, ""),
     ],
 )
-def test_the_mode_of_an_eager_norm(provider: str, float32_weight: bool, mode: str) -> None:
+def test_numerics_of_eager_norms(provider: str, float32_weight: bool, mode: str) -> None:
     assert norms.mode_of(provider, float32_weight=float32_weight) == mode

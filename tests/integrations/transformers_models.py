@@ -1,4 +1,4 @@
-"""Makes tiny models with random weights, one per family, without downloads."""
+"""Makes a tiny model with random weights for each family, without downloads."""
 
 from __future__ import annotations
 

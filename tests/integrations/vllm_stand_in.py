@@ -1,4 +1,4 @@
-"""Fakes of the modules of vLLM that the graph pass and the start of workers need."""
+"""Fakes of the modules of vLLM that the graph pass and the start of its workers use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mode(enum.IntEnum):
 
 
 class Pass:
-    """The base class of vLLM's passes."""
+    """A fake of the base class of vLLM's passes."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config
@@ -58,7 +58,7 @@ def config(world_size: int, **changes: Any) -> Any:
 
 
 def put_in_place(cache: str) -> None:
-    """Installs the modules, with the group of all ranks as the tensor-parallel group."""
+    """Installs the fake modules; all ranks are the tensor-parallel group."""
     group = SimpleNamespace(
         device_group=dist.group.WORLD,
         device=torch.device("cpu"),
@@ -98,7 +98,7 @@ def _all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def remove() -> None:
-    """Removes the modules."""
+    """Removes the fake modules."""
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
 
@@ -126,7 +126,7 @@ def inputs(rank: int) -> list[torch.Tensor]:
 
 
 def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
-    """Returns a graph as the pass receives it: a reduction and the norm after it, or neither."""
+    """Returns a graph as the pass receives it; with `norm`, it has a reduction before the norm."""
 
     def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         reduced = torch.ops.vllm.all_reduce(x, "tp:0") if norm else x
@@ -138,7 +138,7 @@ def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
     return make_fx(block, tracing_mode="fake")(*inputs(rank))
 
 
-def folder(cache: str) -> list[str]:
-    """Returns the stored words."""
-    place = pathlib.Path(cache, "allnorm")
+def folder(cache: pathlib.Path) -> list[str]:
+    """Returns the ids of generations of compiled code that are stored in the cache."""
+    place = cache / "allnorm"
     return sorted(path.read_text() for path in place.iterdir()) if place.exists() else []
