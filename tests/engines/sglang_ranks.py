@@ -1,4 +1,4 @@
-"""Runs SGLang's own package without its GPU dependencies: tiny dense models on CPU ranks.
+"""Runs tiny dense models of the real SGLang on CPU ranks, without its GPU dependencies.
 
 Empty fake modules replace the dependencies that these tests do not run (image codecs, GPU
 kernels, grammars). SGLang itself, torch and transformers are real.
@@ -11,22 +11,25 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import logging
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_SECONDS
 
 import allnorm
-from allnorm.testing import rank_input, shared_input
+from allnorm.testing import RankPool, rank_input, shared_input
 
 HIDDEN_SIZE = 256
 NUM_LAYERS = 3
-# By module of the model: the prefix of its classes, and of its configuration if that differs.
+# By module of the model: the prefix of its classes.
 FAMILIES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
@@ -38,8 +41,8 @@ FAMILIES = {
     "exaone4": "Exaone4",
     "olmo2": "Olmo2",
 }
-# Models of 0.5.23 whose layers reduce all of their sums themselves, and models whose layer
-# boundaries reduce, before a post norm.
+# In 0.5.23, layers of the first models reduce all of their sums; in the second ones, layer
+# boundaries reduce before a post norm.
 REDUCE_THEMSELVES = ("gemma2", "gemma3_causal", "granite", "olmo2")
 AT_BOUNDARIES = ("glm4", "exaone4")
 _CONFIGS = {"gemma3_causal": "Gemma3TextConfig"}
@@ -61,7 +64,7 @@ _STAND_INS = (
 
 
 class _Nothing:
-    """Any attribute of a fake module. As a decorator it changes nothing."""
+    """A fake of any attribute of a module; as a decorator, it returns the decorated object."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -91,7 +94,7 @@ class _NothingModule(types.ModuleType):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder of fake modules for those of `_STAND_INS` that are not installed."""
+    """A finder that imports fake modules for the names in `_STAND_INS`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.split(".")[0] in _STAND_INS:
@@ -108,7 +111,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 @functools.cache
 def make_importable() -> str:
     """Makes SGLang's modules importable in this process; returns its version."""
-    # torch imports some of these itself, and must not find the empty ones.
+    # Imported first, because torch imports some of the modules if they exist.
     importlib.import_module("torch._inductor.config")
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.utils.flop_counter")
@@ -148,14 +151,14 @@ class _Unrotated(torch.nn.Module):
 
 
 class _HiddenStates(torch.nn.Module):
-    """A result with hidden states in place of the logits."""
+    """A logits processor that returns the hidden states."""
 
     def forward(self, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden_states
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Returns a model of SGLang's with random weights, this rank's shard; attention is a tanh."""
+    """Returns this rank's shard of a random model of SGLang, whose attention is a tanh."""
     import transformers
 
     config = getattr(transformers, _CONFIGS.get(family, f"{FAMILIES[family]}Config"))(
@@ -208,7 +211,7 @@ def batch_of(num_tokens: int) -> Any:
 
 
 def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
-    """Runs a forward pass of a decode batch, from embeddings that are equal on every rank."""
+    """Runs a decode batch from embeddings that are equal on every rank."""
     dtype = model.model.norm.weight.dtype
     embeds = shared_input((num_tokens, HIDDEN_SIZE), dtype, "embeddings")
     with torch.inference_mode():
@@ -221,7 +224,7 @@ def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
 
 
 def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
-    """Calls SGLang's method before graph capture, with its hooks."""
+    """Calls the method that SGLang calls before graph capture, with its hooks."""
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
 
     arguments = {
@@ -241,10 +244,10 @@ def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
 
 
 def by_definition(model: Any) -> None:
-    """Makes the norms of a model compute by this library's definition, on one rank.
+    """Makes the norms of a model compute by `allnorm.add_rms_norm`.
 
-    SGLang's CPU norm adds squares in a different order. With this, two runs differ only if the
-    reductions differ, or the steps between them and the norms.
+    SGLang's CPU norm adds squares in a different order. Without it, results of a fused and an
+    unfused run differ only if the reductions differ, or the steps between reductions and norms.
     """
     from allnorm.integrations.sglang import norms
 
@@ -284,7 +287,7 @@ def counted_all_reduces() -> Iterator[list[tuple[int, ...]]]:
 
 
 def fresh_plugin() -> Any:
-    """Returns the plugin, registered and applied by SGLang's own loader, without a decision."""
+    """Returns the plugin after SGLang has applied its hooks, and before the ranks decide."""
     join()
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -297,6 +300,34 @@ def fresh_plugin() -> Any:
     start._decided.clear()
     plugin.announcer._said.clear()
     return fusion
+
+
+def with_plugin(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Passes a fresh plugin to a function as first argument, and closes its communicator later."""
+
+    @functools.wraps(function)
+    def run(rank: int, world_size: int, *args: Any) -> Any:
+        plugin = fresh_plugin()
+        try:
+            return function(plugin, rank, world_size, *args)
+        finally:
+            if plugin.current() is not None:
+                plugin.current().communicator.close()
+                plugin.activate(None)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool(2, "cpu", timeout=HANG_SECONDS)
+    yield pool
+    pool.close()
+
+
+def is_old() -> bool:
+    """Returns whether SGLang is 0.5.17, whose row-parallel layers reduce their own sums."""
+    return importlib.metadata.version("sglang") == "0.5.17"
 
 
 class Log(logging.Handler):

@@ -1,4 +1,4 @@
-"""Tests the plugin in SGLang's own package, on CPU ranks: `make test-engines` installs it.
+"""Tests the plugin in the real SGLang on CPU ranks: `make test-engines` installs it.
 
 Skipped without SGLang, which requires different versions of torch and transformers than the
 development environment has.
@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,14 +33,11 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: make test-engines", allow_module_level=True)
 
 import sglang_ranks as engine
+from sglang_ranks import is_old, ranks
 from two_hosts import on_its_own_host
 
+__all__ = ["ranks"]  # a fixture
 HIDDEN = engine.HIDDEN_SIZE
-
-
-def is_old() -> bool:
-    """Returns whether SGLang is 0.5.17, whose row-parallel layers reduce their own sums."""
-    return importlib.metadata.version("sglang") == "0.5.17"
 
 
 def families() -> list[str]:
@@ -52,10 +48,10 @@ def families() -> list[str]:
 # ---- inside ranks ------------------------------------------------------------------------------
 
 
+@engine.with_plugin
 def run_fused_and_not(
-    rank: int, world_size: int, family: str, num_tokens: int
+    plugin: Any, rank: int, world_size: int, family: str, num_tokens: int
 ) -> tuple[int, int, list[tuple[str, str]]]:
-    plugin = engine.fresh_plugin()
     log = engine.Log()
     model = engine.tiny_model(family)
     engine.by_definition(model)
@@ -69,8 +65,6 @@ def run_fused_and_not(
     again = engine.run(model, num_tokens)
     assert_same_bits(again, want)
     assert "forward" not in model.__dict__
-    plugin.current().communicator.close()
-    plugin.activate(None)
     return len(before), len(after), log.lines
 
 
@@ -83,9 +77,11 @@ def run_over_two_hosts(
     return islands[-1], before, after
 
 
-def run_beside_boundaries(rank: int, world_size: int, family: str) -> tuple[int, int, int]:
-    """Runs a model that keeps its own reductions."""
-    plugin = engine.fresh_plugin()
+@engine.with_plugin
+def run_beside_boundaries(
+    plugin: Any, rank: int, world_size: int, family: str
+) -> tuple[int, int, int]:
+    """Runs a model whose sums are not fused; returns the numbers of its reductions and of sites."""
     model = engine.tiny_model(family)
     engine.by_definition(model)
     with engine.counted_all_reduces() as before:
@@ -93,15 +89,12 @@ def run_beside_boundaries(rank: int, world_size: int, family: str) -> tuple[int,
     engine.warm_up(model)
     with engine.counted_all_reduces() as after:
         assert_same_bits(engine.run(model), want)
-    sites = len(plugin.current().sites)
-    plugin.current().communicator.close()
-    plugin.activate(None)
-    return len(before), len(after), sites
+    return len(before), len(after), len(plugin.current().sites)
 
 
-def one_norm(rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
+@engine.with_plugin
+def one_norm(plugin: Any, rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
     """Compares a site with SGLang's own all-reduce and native norm."""
-    plugin = engine.fresh_plugin()
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
     from sglang.srt.runtime_context import get_parallel
 
@@ -119,14 +112,12 @@ def one_norm(rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
         want, want_total = norm.forward_native(reduced, residual.clone())
     assert_same_bits(total, want_total, "the new residual")
     distance = ulp_distance(got, want)
-    plugin.current().communicator.close()
-    plugin.activate(None)
     return float((distance != 0).double().mean()), int(distance.max())
 
 
-def compiled(rank: int, world_size: int) -> int:
-    """Compiles SGLang's calls to one graph without breaks, for any number of tokens."""
-    plugin = engine.fresh_plugin()
+@engine.with_plugin
+def compiled(plugin: Any, rank: int, world_size: int) -> int:
+    """Compiles SGLang's calls to a graph without breaks, for any number of tokens."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     from allnorm.integrations.sglang.fusion import Before, complete_sums_in
@@ -155,15 +146,12 @@ def compiled(rank: int, world_size: int) -> int:
         with torch.inference_mode():
             for got, want in zip(traced(x, residual), layer(x, residual), strict=True):
                 assert_same_bits(got, want)
-    sites = len(plugin.current().sites)
-    plugin.current().communicator.close()
-    plugin.activate(None)
-    return sites
+    return len(plugin.current().sites)
 
 
-def between_layers(rank: int, world_size: int) -> bool:
-    """Tests a sum that a mixture of experts leaves to the next layer, in 0.5.17."""
-    plugin = engine.fresh_plugin()
+@engine.with_plugin
+def between_layers(plugin: Any, rank: int, world_size: int) -> bool:
+    """Runs two layers of 0.5.17, the first of which leaves its sum to the second."""
     from sglang.srt.layers.communicator import LayerCommunicator, LayerScatterModes
     from sglang.srt.layers.layernorm import RMSNorm
 
@@ -196,14 +184,14 @@ def between_layers(rank: int, world_size: int) -> bool:
     for mine, expected in zip(got, want, strict=True):
         assert_same_bits(mine, expected)
     assert (leaves_before, leaves, shapes) == (False, True, [])
-    plugin.current().communicator.close()
-    plugin.activate(None)
     return True
 
 
-def refuse(rank: int, world_size: int, cause: str) -> tuple[list[tuple[str, str]], int, bool]:
-    """Tests obstacles, some of them on one rank only: no rank fuses."""
-    plugin = engine.fresh_plugin()
+@engine.with_plugin
+def refuse(
+    plugin: Any, rank: int, world_size: int, cause: str
+) -> tuple[list[tuple[str, str]], int, bool]:
+    """Runs a model with an obstacle to fusion; returns the log, the reductions and the outcome."""
     log = engine.Log()
     from sglang.srt import runtime_context
     from sglang.srt.layers import layernorm
@@ -242,15 +230,11 @@ def refuse(rank: int, world_size: int, cause: str) -> tuple[list[tuple[str, str]
         patch.undo()
     with engine.counted_all_reduces() as shapes:
         assert_same_bits(engine.run(model), want)
-    fused = plugin.current() is not None
-    if fused:
-        plugin.current().communicator.close()
-        plugin.activate(None)
-    return log.lines, len(shapes), fused
+    return log.lines, len(shapes), plugin.current() is not None
 
 
 def load(rank: int, world_size: int, plugins: str, has_gpu: bool) -> dict[str, Any]:
-    """Loads the plugin by SGLang's own loader, in a process that imported users of the gate."""
+    """Loads the plugin by SGLang's own loader, after modules that call the gate were imported."""
     os.environ["SGLANG_PLUGINS"] = plugins
     engine.make_importable()
     import sglang.srt.plugins as loader
@@ -297,13 +281,13 @@ def at_one_rank(rank: int, world_size: int) -> tuple[list[tuple[str, str]], bool
     engine.warm_up(model)
     assert set(before) == {name for name, _ in model.named_modules()}
     wired = [name for name, module in model.named_modules() if "forward" in module.__dict__]
-    assert all(name.endswith(".attn") for name in wired)  # the test's own
+    assert all(name.endswith(".attn") for name in wired)  # the fake attention of the test
     assert all(layer.mlp.down_proj.reduce_results is is_old() for layer in model.model.layers)
     return log.lines, plugin.current() is None
 
 
 class _Settings:
-    """Settings of SGLang, with some changed."""
+    """Settings of SGLang, some of which are changed."""
 
     def __init__(self, under: Any = None, **changed: Any) -> None:
         self.__dict__.update(changed)
@@ -314,13 +298,6 @@ class _Settings:
 
 
 # ---- outside -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool(2, "cpu", timeout=HANG_SECONDS)
-    yield pool
-    pool.close()
 
 
 def found_by_sglang() -> bool:
@@ -372,14 +349,14 @@ def test_two_hosts_compute_the_same(ranks: RankPool, num_tokens: int) -> None:
 
 @pytest.mark.skipif(is_old(), reason="0.5.17 has no layer boundaries")
 @pytest.mark.parametrize("family", engine.AT_BOUNDARIES)
-def test_boundaries_complete_sums_before_a_post_norm(ranks: RankPool, family: str) -> None:
-    """docs/sglang.md documents this limit; the test fails once such sums can be fused."""
+def test_sums_at_layer_boundaries_are_not_fused(ranks: RankPool, family: str) -> None:
+    """Tests a limit that docs/sglang.md documents: these sums are not fused."""
     sites = 2 * engine.NUM_LAYERS
     assert ranks.run(run_beside_boundaries, family) == [(sites, sites, 0)] * 2
 
 
 def test_compiled_calls(ranks: RankPool) -> None:
-    # Counted only if the same calls ran outside the graph.
+    # The sites are counted because the same calls also ran outside the graph.
     assert ranks.run(compiled) == [4, 4]
 
 
@@ -389,11 +366,10 @@ def test_a_sum_left_to_the_next_layer(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("gemma", [False, True], ids=["plain", "gemma"])
-def test_a_site_against_the_native_norm(ranks: RankPool, gemma: bool) -> None:
-    """The sum and the residual are bit-identical; the norm adds squares in a different order.
+def test_one_site_and_the_native_norm(ranks: RankPool, gemma: bool) -> None:
+    """Tests that the residual is bit-identical, and that the norm differs by an ulp at most.
 
-    SGLang's native Gemma norm rounds the sum before it, its kernels do not: there only the residual
-    can be compared closely.
+    SGLang's native Gemma norm rounds the sum, unlike its kernels, so its result is not compared.
     """
     share, furthest = ranks.run(one_norm, gemma)[0]
     if not gemma:
@@ -413,7 +389,7 @@ def test_a_site_against_the_native_norm(ranks: RankPool, gemma: bool) -> None:
         ("a lost hook on rank 0", "WARNING", "is not in place"),
     ],
 )
-def test_refusals_leave_the_engine_alone(
+def test_obstacles_prevent_fusion_on_all_ranks(
     ranks: RankPool, cause: str, level: str, words: str
 ) -> None:
     (lines, reduced, fused), (others, reduced_there, fused_there) = ranks.run(refuse, cause)
@@ -426,7 +402,7 @@ def test_refusals_leave_the_engine_alone(
 
 
 def test_deterministic_mode_keeps_the_fusion(ranks: RankPool) -> None:
-    """SGLang sets its own switch then, because FlashInfer's bits depend on the batch."""
+    """Tests a mode in which SGLang switches off FlashInfer, whose bits depend on the batch."""
     for lines, reduced, fused in ranks.run(refuse, "deterministic"):
         assert fused, lines
         assert reduced == (0 if is_old() else 1)

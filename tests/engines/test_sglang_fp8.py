@@ -1,7 +1,7 @@
 """Tests norms that return FP8 to SGLang's own linear functions, with emulated GEMMs on CPU.
 
-The GEMMs are GPU kernels. Their emulations multiply in float32 and first compare the
-layout of the scales with what SGLang itself allocates for that GEMM.
+An emulation checks that SGLang allocates the same layout of scales for its GEMM, and multiplies in
+float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from limits import HANG_SECONDS
 
 import allnorm
 from allnorm import reference
@@ -24,7 +23,9 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: make test-engines", allow_module_level=True)
 
 import sglang_ranks as engine
+from sglang_ranks import is_old, ranks
 
+__all__ = ["ranks"]  # a fixture
 HIDDEN = engine.HIDDEN_SIZE
 BLOCK = [128, 128]
 FUNCTIONS = ("deepgemm", "cutlass", "triton")
@@ -72,7 +73,7 @@ def emulated_gemms() -> Iterator[list[tuple[int, ...]]]:
         return multiply(q, scale, weight, weight_scale)
 
     def cutlass(q: Any, weight_t: Any, scale: Any, weight_scale_t: Any, **k: Any) -> Any:
-        # The kernel requires column-major scales; the function pads rows to 4 itself otherwise.
+        # The kernel requires column-major scales with padded columns.
         assert scale.stride(0) == 1
         assert scale.stride(1) % 4 == 0
         strides.append(scale.stride())
@@ -107,9 +108,11 @@ def weights(rows: int, columns: int, rank: int) -> tuple[torch.Tensor, torch.Ten
     return weight, scale
 
 
-def hand_over(rank: int, world_size: int, gemm: str, num_tokens: int, keep_bf16: bool) -> str:
-    """Runs SGLang's quantized norm, as on other GPUs, with one of its linear functions."""
-    plugin = engine.fresh_plugin()
+@engine.with_plugin
+def hand_over(
+    plugin: Any, rank: int, world_size: int, gemm: str, num_tokens: int, keep_bf16: bool
+) -> str:
+    """Passes the result of a quantized norm to a linear function; returns the strides of scales."""
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.quantization import fp8_utils
 
@@ -146,8 +149,6 @@ def hand_over(rank: int, world_size: int, gemm: str, num_tokens: int, keep_bf16:
             return str(strides[0])
     finally:
         patch.undo()
-        plugin.current().communicator.close()
-        plugin.activate(None)
 
 
 def quantize_layers(model: Any, gemm: str, rank: int) -> None:
@@ -168,8 +169,10 @@ def quantize_layers(model: Any, gemm: str, rank: int) -> None:
             linear.quant_method = method
 
 
-def run_quantized(rank: int, world_size: int, family: str, gemm: str) -> tuple[int, int]:
-    plugin = engine.fresh_plugin()
+@engine.with_plugin
+def run_quantized(
+    plugin: Any, rank: int, world_size: int, family: str, gemm: str
+) -> tuple[int, int]:
     from allnorm.integrations.sglang.norms import ATTRIBUTE
 
     model = engine.tiny_model(family)
@@ -186,24 +189,10 @@ def run_quantized(rank: int, world_size: int, family: str, gemm: str) -> tuple[i
         ]
         assert_same_bits(engine.run(model, 6), want)
         assert len(strides) == 2 * before
-    fused = len(plugin.current().sites)
-    plugin.current().communicator.close()
-    plugin.activate(None)
-    return len(quantized), fused
+    return len(quantized), len(plugin.current().sites)
 
 
 # ---- outside -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool(2, "cpu", timeout=HANG_SECONDS)
-    yield pool
-    pool.close()
-
-
-def is_old() -> bool:
-    return importlib.metadata.version("sglang") == "0.5.17"
 
 
 @pytest.mark.parametrize("keep_bf16", [False, True], ids=["fp8", "with bf16"])
@@ -227,12 +216,12 @@ def test_a_quantized_model_computes_the_same(ranks: RankPool, family: str, gemm:
     else:
         assert fused == (0 if family in engine.AT_BOUNDARIES else 2 * layers - 1)
     if family in (*engine.REDUCE_THEMSELVES, *engine.AT_BOUNDARIES):
-        want = 0  # their linear layers receive only 16-bit tensors
+        want = 0  # their layers pass 16-bit tensors to linear layers
     elif is_old():
-        # SGLang's Triton function of that version takes no quantized input. In its Qwen3 layers,
-        # code reads the shape of the first norm's result, so that norm must return a tensor.
+        # The Triton function of 0.5.17 takes no quantized input. Its Qwen3 layers read the shape
+        # of the first norm's result, which therefore must be a tensor.
         want = 0 if gemm == "triton" else layers * (1 if family == "qwen3" else 2)
     else:
-        # Its Qwen3 names no reader of its norms.
+        # Qwen3 layers of 0.5.23 do not name the layer that reads a norm.
         want = 0 if family == "qwen3" else 2 * layers
     assert quantized == want

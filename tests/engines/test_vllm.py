@@ -1,4 +1,4 @@
-"""Tests the plugin in the real vLLM, without GPUs: fails if a seam moves (`make test-engines`)."""
+"""Tests the plugin in the real vLLM, without GPUs: `make test-engines` installs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(3000)
 
 
 def run(name: str, world_size: int, *args: Any, of: Any = None) -> list[Any]:
-    """Runs a function of vllm_ranks, or of module `of`, in new processes, which patch vLLM."""
+    """Runs a function of vllm_ranks, or of the module `of`, in new processes."""
     import vllm_ranks
 
     return run_ranks(getattr(of or vllm_ranks, name), world_size, args=args, timeout=HANG_SECONDS)
@@ -37,22 +37,22 @@ def decisions(model: str) -> dict[str, Any]:
     return run("decide", 1, model)[0]
 
 
-def test_every_seam_is_there() -> None:
+def test_no_seam_is_missing() -> None:
     assert seams.missing() == []
-    # Each version has one of the two modules that define the plain helper.
+    # Each version has one of the two modules with the plain helper.
     assert [len(option.present()) for option in seams.OPTIONAL] == [1, 1, 1]
 
 
-def test_the_entry_point_loads_and_may_load_again() -> None:
+def test_the_entry_point_can_be_loaded_twice() -> None:
     (found,) = run("load_the_entry_point", 1)
     assert found["choice"] == "allnorm.integrations.vllm.fusion_pass"
     assert found["stock"] == "vllm.compilation.passes.fusion.allreduce_rms_fusion"
     assert found["the same"]
     assert found["hash is wrapped once"]
-    assert found["source"], "vLLM reads the sources of its passes"
+    assert found["source"], "vLLM cannot read the source of the module, as it does for its passes"
 
 
-def test_vllm_plugins_decides_whether_it_is_loaded() -> None:
+def test_vllm_plugins_selects_the_plugin() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import vllm_without_cuda;"
         "from vllm.plugins import load_general_plugins as load; load();"
@@ -71,10 +71,10 @@ def test_vllm_plugins_decides_whether_it_is_loaded() -> None:
 # ---- the switch ---------------------------------------------------------------------------------
 
 
-def test_it_is_on_by_default(decisions: dict[str, Any]) -> None:
+def test_fusion_is_on_by_default(decisions: dict[str, Any]) -> None:
     assert decisions["default"]["on"]
     assert not decisions["default"]["said"]
-    # One range of sizes: no second compilation for a threshold of vLLM's own fusion.
+    # vLLM's own fusion would need a second compilation, for sizes below its threshold.
     assert decisions["default"]["ranges"] == decisions["off"]["ranges"]
     assert decisions["of the user"]["on"]
 
@@ -85,7 +85,7 @@ def test_an_explicit_value_is_kept(decisions: dict[str, Any]) -> None:
     assert decisions["on"]["on"]
 
 
-def test_levels_without_compilation_fuse_in_eager_helpers_only(decisions: dict[str, Any]) -> None:
+def test_levels_without_compilation_fuse_eager_helpers_only(decisions: dict[str, Any]) -> None:
     assert not decisions["level 1"]["on"]
     assert decisions["level 1"]["eager"]
     assert decisions["eager"]["eager"]
@@ -99,7 +99,9 @@ def test_levels_without_compilation_fuse_in_eager_helpers_only(decisions: dict[s
         ("ALLNORM_DISABLE=yes", "ALLNORM_DISABLE='yes': expected 0 or 1"),
     ],
 )
-def test_what_is_not_used_says_why(decisions: dict[str, Any], name: str, words: str) -> None:
+def test_reasons_of_configurations_without_fusion(
+    decisions: dict[str, Any], name: str, words: str
+) -> None:
     assert not decisions[name]["on"]
     assert not decisions[name]["eager"]
     ((level, text),) = decisions[name]["said"]
@@ -111,7 +113,7 @@ def test_nothing_changes_without_cuda(decisions: dict[str, Any]) -> None:
     assert not decisions["no CUDA"]["on"]
 
 
-def test_the_compile_cache_knows_the_switch(decisions: dict[str, Any]) -> None:
+def test_the_key_of_the_compile_cache(decisions: dict[str, Any]) -> None:
     hashes = {decisions[name]["hash"] for name in ("default", "off", "on")}
     assert len(hashes) == 3
 
@@ -121,19 +123,19 @@ def test_the_compile_cache_knows_the_switch(decisions: dict[str, Any]) -> None:
 
 def test_a_compiled_block_is_fused(model: str) -> None:
     first, second = run("fuse_a_block", 2, model, "")
-    # As Inductor computes it; without a residual "rounded" and "unrounded" are the same.
+    # As Inductor rounds. Without a residual, "rounded" and "unrounded" are the same.
     assert first["numerics"] == ["rounded", "unrounded", "unrounded", "unrounded"]
     assert second["numerics"] == first["numerics"]
     assert not first["missed"]
-    # A norm may differ by an ulp in rare elements: its sum of squares has another order. Another
-    # rounding mode changes a quarter of them, and half of what comes later.
+    # Rare elements of a norm may differ by an ulp, because squares are added in a different order.
+    # A wrong rounding mode changes a quarter of them.
     assert max(first["different"]) < 0.005
     assert "AllnormFusionPass" in first["passes"]
     ((level, text),) = first["said"]
     assert level == "INFO"
     assert "4 of 4 reductions fused over 2 ranks" in text
-    assert not second["said"], "one rank speaks for the group"
-    # vLLM's cache has a folder per rank; Inductor's cache would share code between ranks.
+    assert not second["said"], "only rank 0 logs"
+    # vLLM's cache has a folder per rank. In Inductor's cache, ranks must not share code.
     assert first["hash"] == second["hash"]
     assert first["uuid"] != second["uuid"]
 
@@ -150,7 +152,7 @@ def test_norms_of_the_c_extension_are_rounded(model: str) -> None:
     assert set(first["numerics"]) == {"rounded"}
 
 
-def test_norms_of_an_unknown_kernel_are_left_alone(model: str) -> None:
+def test_norms_of_an_unknown_kernel_are_not_fused(model: str) -> None:
     first, _ = run("fuse_a_block", 2, model, "mystery")
     assert first["numerics"] == [None] * 4
     assert all("computed by 'mystery'" in reason for reason in first["missed"])
@@ -160,7 +162,7 @@ def test_norms_of_an_unknown_kernel_are_left_alone(model: str) -> None:
     assert max(first["different"]) == 0.0
 
 
-def test_one_rank_that_refuses_keeps_all_from_it(model: str) -> None:
+def test_no_rank_fuses_if_one_refuses(model: str) -> None:
     first, second = run("refuse_on_one_rank", 2, model)
     assert first["reason"] == second["reason"]
     assert "ALLNORM_DISABLE=1" in first["reason"]
@@ -175,7 +177,7 @@ def test_one_rank_that_refuses_keeps_all_from_it(model: str) -> None:
 
 
 @pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["everywhere", "on one rank"])
-def test_a_failing_pass_leaves_the_graph_as_it_was(model: str, failing: list[int]) -> None:
+def test_a_failing_pass_does_not_change_the_graph(model: str, failing: list[int]) -> None:
     first, second = run("break_the_pass", 2, model, failing)
     assert first["close"]
     assert second["close"]
@@ -187,7 +189,7 @@ def test_a_failing_pass_leaves_the_graph_as_it_was(model: str, failing: list[int
 
 def test_helpers_of_eager_models_are_fused(model: str) -> None:
     first, second = run("eager_helpers", 2, model)
-    assert first["before"], "nothing is made before a model asks for it"
+    assert first["before"], "the communicator was made before a model called a helper"
     assert first["communicator"]
     for found in (first, second):
         assert found["plain"] == {"same": [True, True], "by itself": "vllm_c"}
@@ -199,8 +201,8 @@ def test_helpers_of_eager_models_are_fused(model: str) -> None:
 
 # ---- other boundaries between layers -----------------------------------------------------------
 
-# By family: what the sites after the attention and after the MLP are, and their rounding where
-# Inductor computes the unfused norms, and where PyTorch does.
+# By family: the boundaries after attention and after the MLP, and the rounding modes if Inductor or
+# PyTorch computes the unfused norms.
 POST = ["post norm", "post norm"]
 ADDS_ITSELF = ["post norm, no second norm", "post norm, no second norm"]
 BOUNDARIES = {
@@ -229,26 +231,26 @@ def test_both_sums_of_a_layer_are_fused(tmp_path: pathlib.Path, family: str) -> 
             assert not each[rounding]["notes"]
             assert each[rounding]["boundary"] == boundary
             assert each[rounding]["numerics"] == [mode, mode]
-        # Except for the order of the squares, results are bit-identical to vLLM's own functions.
+        # The results differ from vLLM's only by the order in which squares are added.
         assert max(each["eager rounding"]["different"]) < 0.005
-        # Inductor omits roundings in the rest of the layer, so only small differences remain.
+        # Inductor also omits roundings in the rest of the layer.
         assert max(each["default"]["furthest"]) < 0.02
 
 
-def test_sums_of_experts_are_out_of_sight() -> None:
-    """One operator computes them, as docs/vllm.md documents; the test fails when that changes."""
+def test_sums_over_experts_are_in_an_operator() -> None:
+    """Tests a limit that docs/vllm.md documents: one operator computes experts and their sum."""
     layers = pathlib.Path(vllm.__file__).parent / "model_executor" / "layers" / "fused_moe"
     runner = (layers / "runner" / "moe_runner.py").read_text()
     assert 'op_name="moe_forward"' in runner
     assert 'op_name="moe_forward_shared"' in runner
     assert 'op_name="fused_experts"' in (layers / "fused_moe.py").read_text()
-    # The reduction is outside that operator.
+    # The all-reduce is not in that operator.
     assert "= tensor_model_parallel_all_reduce(states)" in runner
 
 
 # ---- quantization --------------------------------------------------------------------------------
 
-# As declared in the C extension, which cannot be loaded here: its bytes are searched.
+# As declared in the C extension, whose file is searched, because it cannot be loaded here.
 SCHEMAS = (
     "static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None)",
     "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, "
@@ -269,15 +271,15 @@ SCHEMAS = (
         ("block, columns", "per_group 128"),
     ],
 )
-def test_quantization_that_is_written_out_is_fused(model: str, kind: str, quant: str) -> None:
-    """vLLM compiles it so by default; for blocks, only with `-quant_fp8`."""
+def test_quantization_in_pytorch_is_fused(model: str, kind: str, quant: str) -> None:
+    """Tests vLLM's default; its default for blocks is an operator, without `-quant_fp8`."""
     first, second = run("fuse_a_quantized_block", 2, model, kind, True)
     for found in (first, second):
-        assert not found["enabled"], "the layers are those of PyTorch"
+        assert not found["enabled"], "the layers quantize by operators of the C extension"
         assert found["quant"] == [quant] * 3
         assert not found["notes"]
-        # Inductor then rounds as PyTorch does, so all that is left are ties of the quotient, which
-        # the product with the reciprocal may miss.
+        # Inductor rounds as PyTorch does here. Only ties of the quotient may differ, because vLLM
+        # multiplies by the reciprocal.
         assert max(found["scales"]) == max(found["residual"]) == 0.0
         assert max(found["quantized"]) < 0.005
         assert found["neighbors"]
@@ -285,8 +287,8 @@ def test_quantization_that_is_written_out_is_fused(model: str, kind: str, quant:
     assert first["quantized"] == second["quantized"]
 
 
-def test_inductor_quantizes_what_it_has_not_rounded(model: str) -> None:
-    """Therefore unfused FP8 differs from fused FP8 in some elements, as docs/vllm.md documents."""
+def test_inductor_does_not_round_before_it_quantizes(model: str) -> None:
+    """Tests that unfused FP8 therefore differs in some elements, as docs/vllm.md documents."""
     first, _ = run("fuse_a_quantized_block", 2, model, "static", False)
     assert first["quant"] == ["per_tensor"] * 3
     assert 0.005 < max(first["quantized"]) < 0.03
@@ -304,7 +306,7 @@ def test_operators_that_quantize_are_declared_as_expected() -> None:
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
 def test_operators_that_quantize_blocks_are_fused(model: str, kind: str) -> None:
-    """MXFP8 by vLLM's own PyTorch, NVFP4 by the numerics page in place of vLLM's kernel."""
+    """Compares MXFP8 with vLLM's PyTorch code, and NVFP4 with the reference, not a kernel."""
     import vllm_without_cuda
 
     naive = kind == "mxfp8" and vllm_without_cuda.naive_mxfp8()

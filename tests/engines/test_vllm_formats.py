@@ -1,6 +1,6 @@
-"""Compares MXFP8 and NVFP4 with vLLM's own Python code: bytes of tiled scales, and quantization.
+"""Compares MXFP8 and NVFP4 with vLLM's Python code.
 
-vLLM's quantization is not bit-identical to allnorm's; the tests bound how often they differ.
+The layout of tiled scales must be equal. Quantized elements may differ; the tests bound how often.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_nvfp4(shape: tuple[int, int], dtype: torch.dtype) -> None:
     # The layout must match byte for byte.
     linear = nvfp4.convert_swizzled_to_linear(tiles.view(torch.uint8), *shape, 16)
     assert torch.equal(linear[:, : shape[1] // 16], scale.view(torch.uint8))
-    # vLLM multiplies by 1/6 first, so a few scales differ. With the same scale, elements are equal.
+    # A few scales differ, because vLLM multiplies by 1/6 first; elements with equal scales do not.
     elements, scales = nvfp4.ref_nvfp4_quant(y, given, 16)
     same = scales == scale.float()
     assert float(same.double().mean()) > 0.98

@@ -1,4 +1,4 @@
-"""Makes ranks of one machine behave as if each was on its own host."""
+"""Makes the ranks of a machine behave as if each were on its own host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import allnorm
 
 @contextlib.contextmanager
 def on_its_own_host(rank: int) -> Iterator[list[Any]]:
-    """Makes this rank an island of its own; yields a list that receives islands at close().
-
-    Each communicator that is closed adds its islands.
-    """
+    """Makes this rank an island of its own; yields the islands of closed communicators."""
     islands: list[Any] = []
     close = allnorm.Communicator.close
 

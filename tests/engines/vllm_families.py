@@ -1,7 +1,7 @@
-"""Compiles decoder layers of vLLM's own model files by its pass manager, on CPU ranks.
+"""Compiles decoder layers of vLLM's model files with vLLM's pass manager, on CPU ranks.
 
-Layers are those of the package, with its linear layers and norms. What attends is replaced: vLLM
-cuts its graphs there, so both reductions of a layer lie in one piece.
+A stand-in replaces attention, at which vLLM splits its graphs. Both reductions of a layer are
+therefore in one graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from allnorm.testing import shared_input
 HIDDEN = vllm_ranks.HIDDEN
 bf16 = torch.bfloat16
 
-# Model file, class of the layer, and the entries of its config.json other than dimensions.
+# By family: the model file, the class of the layer, and entries of config.json.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "Gemma2DecoderLayer", {"query_pre_attn_scalar": 64}),
     "gemma3_text": ("gemma3", "Gemma3DecoderLayer", {"query_pre_attn_scalar": 64}),
@@ -32,22 +32,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exaone4": ("exaone4", "Exaone4DecoderLayer", {"sliding_window": 1024}),
     "olmo3": ("olmo3", "Olmo3DecoderLayer", {}),
     "granite": ("granite", "GraniteDecoderLayer", {"residual_multiplier": 0.22}),
+    # The configuration of MiniCPM would be remote code.
     "minicpm": (
         "minicpm",
         "MiniCPMDecoderLayer",
-        {
-            "model_type": "llama",
-            "scale_depth": 1.4,
-            "num_experts": 0,
-        },  # its own configuration is remote code
+        {"model_type": "llama", "scale_depth": 1.4, "num_experts": 0},
     ),
 }
-# Their layers return the sum and its residual; layers of other families have added them.
+# Families whose layers return the sum and the residual. Other layers add them.
 ADDED_BY_THE_NEXT = ("gemma2", "gemma3_text", "glm4")
 
 
 def has(family: str) -> bool:
-    """Returns whether this vLLM has a model file for it."""
+    """Returns whether this vLLM has a model file for the family."""
     models = pathlib.Path(inspect.getfile(importlib.import_module("vllm"))).parent
     return (models / "model_executor" / "models" / f"{FAMILIES[family][0]}.py").exists()
 
@@ -63,7 +60,7 @@ def write_model(place: pathlib.Path, family: str) -> str:
 
 
 class Attend(torch.nn.Module):
-    """A stand-in for attention that mixes its arguments, token by token."""
+    """A stand-in for attention that computes each token from its own query, key and value."""
 
     def __init__(self, num_heads: int, head_size: int, *_: Any, **more: Any) -> None:
         super().__init__()
@@ -103,7 +100,7 @@ def make_layer(config: Any, family: str) -> tuple[torch.nn.Module, torch.nn.Modu
             last = norm(HIDDEN, eps=hf_config.rms_norm_eps)
     finally:
         torch.set_default_dtype(torch.float32)
-    for name in ("q_norm", "k_norm", "v_norm"):  # of heads: part of what attends
+    for name in ("q_norm", "k_norm", "v_norm"):  # norms of heads are a part of attention
         if hasattr(layer.self_attn, name):
             setattr(layer.self_attn, name, torch.nn.Identity())
     middle = 0.0 if "Gemma" in type(last).__name__ else 1.0
@@ -133,18 +130,17 @@ def make_block(config: Any, family: str) -> Callable[..., Any]:
 
 
 def round_as_pytorch(every: bool) -> None:
-    """Sets whether Inductor makes all of PyTorch's roundings, from the next compilation on."""
+    """Makes Inductor round like PyTorch, or as by default, in later compilations."""
     torch._inductor.config.emulate_precision_casts = every
     torch._inductor.config.fallback_by_default = every
 
 
 def fuse(rank: int, world_size: int, family: str, model: str) -> dict[str, Any]:
-    """Compiles a layer and compares it with the functions that vLLM calls, operator by operator.
+    """Compiles a layer, and compares it with the layer run without compilation.
 
-    Inductor omits roundings between operators that it fuses, such as those of an activation. Here
-    it must make all of them, so that only the fused calls can cause differences. This also holds
-    for the expected results, because vLLM compiles its own activations and norms separately
-    (`CustomOp`). The compilation with vLLM's defaults only shows which sites are fused.
+    By default, Inductor omits roundings between operators. The layer is therefore also compiled
+    with all roundings, so that only fused calls can cause differences. The expected results need
+    these roundings too, because vLLM compiles some activations and norms by itself (`CustomOp`).
     """
     plugin.register()
     config = vllm_ranks.make_config(model)

@@ -1,4 +1,4 @@
-"""Functions that the tests of the vLLM plugin run in new processes: each patches the real vLLM."""
+"""Functions that the tests of the vLLM plugin run in new processes, with the real vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
-import vllm_without_cuda  # must come before vLLM, whose import it prepares
+import vllm_without_cuda  # must come before vLLM: it prepares the import of vLLM
 from two_hosts import on_its_own_host
 from vllm.config import CompilationConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -56,7 +56,7 @@ def write_model(place: pathlib.Path) -> str:
 
 
 def make_config(model: str, **changes: Any) -> Any:
-    """Returns the configuration of an engine as vLLM makes it; TP 2 unless told otherwise."""
+    """Returns the configuration that vLLM makes for an engine, of two ranks by default."""
     if "pass_config" in changes:
         changes["compilation_config"] = CompilationConfig(pass_config=changes.pop("pass_config"))
     arguments = {
@@ -73,7 +73,7 @@ def make_config(model: str, **changes: Any) -> Any:
 
 
 class Said(logging.Filter):
-    """Records the plugin's log messages. It is no handler: vLLM 0.33 removes handlers."""
+    """Records the plugin's log messages, as a filter, because vLLM 0.33 removes handlers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def load_the_entry_point(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def decide(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """Returns the resulting fuse_allreduce_rms, whether eager models fuse, and the log."""
+    """Returns, by configuration, whether compiled and eager models are fused, and the log."""
     plugin.register()
     said = Said()
     found: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def decide(rank: int, world_size: int, model: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def worker(config: Any) -> Any:
-    """Returns the state of a worker after vLLM has made its groups; tensors are on the CPU."""
+    """Yields the plugin's state in a worker of vLLM whose tensors are on the CPU."""
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -182,8 +182,8 @@ def _out_of_place(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def make_block() -> Any:
-    """Returns norms as models use them: first layer, plain, Gemma, last; with several eps."""
+def make_norms() -> Any:
+    """Returns two plain norms and one of Gemma, with different eps and random weights."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     with torch.device("cpu"):
@@ -195,13 +195,18 @@ def make_block() -> Any:
     for i, norm in enumerate(norms):
         weight = shared_input((HIDDEN,), bf16, f"norm {i}")
         norm.weight.data.copy_(1 + weight / 8 if i < 2 else weight / 8)
-    first, plain, gemma = norms
+    return norms
+
+
+def make_block() -> Any:
+    """Returns norms as models use them: in the first layer, plain, of Gemma, and the last one."""
+    first, plain, gemma = make_norms()
     matrix = shared_input((HIDDEN, HIDDEN), bf16, "matrix") / 16
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         reduced = all_reduce(x)
         start = first(reduced)
-        # Returns all results: Inductor recomputes others, and then omits roundings.
+        # All results are returned, because Inductor recomputes others and then omits roundings.
         middle, sum1 = plain(all_reduce(start @ matrix), reduced)
         kept1 = sum1.clone()  # vLLM's norms overwrite their arguments
         late, sum2 = gemma(all_reduce(middle @ matrix), sum1)
@@ -228,12 +233,12 @@ def compiled(config: Any, function: Any) -> Any:
         "post_grad_custom_post_pass": manager,
         "pre_grad_custom_pass": VllmIRInplaceFunctionalizationPass(config),
         "fx_graph_cache": False,
-        # As vLLM has it.
+        # As in vLLM.
         "enable_auto_functionalized_v2": config.compilation_config.inductor_compile_config[
             "enable_auto_functionalized_v2"
         ],
     }
-    # With dynamic=True even 448.0 would become an input of the graph.
+    # dynamic=True would even make 448.0 an input of the graph.
     fast = torch.compile(function, options=options, dynamic=False)
     without_cache = torch._functorch.config.patch(enable_autograd_cache=False)
 
@@ -247,24 +252,30 @@ def compiled(config: Any, function: Any) -> Any:
     return call
 
 
+def run_unfused_and_fused(config: Any, block: Any, rank: int) -> tuple[Any, Any, Any]:
+    """Runs a block compiled without and with fusion; returns both results and the fused block."""
+    inputs = [rank_input((tokens, HIDDEN), bf16, rank) for tokens in (5, 300)]
+    agreed, engine.STATE.outcome = engine.STATE.outcome, None
+    unfused = compiled(config, block)
+    expected = [unfused(x) for x in inputs]
+    assert not engine.STATE.reports
+    engine.STATE.outcome = agreed
+    fast = compiled(config, block)
+    actual = [fast(x) for x in inputs]
+    engine.ready()
+    return expected, actual, fast
+
+
 def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[str, Any]:
-    """Compiles the block with the communicator and before one exists, and compares."""
+    """Compiles the block, and compares with its results without a communicator."""
     plugin.register()
     said = Said()
     config = make_config(model)
     with worker(config), config.kernel_config.ir_op_priority.set_priority():
         block = make_block()
-        inputs = [rank_input((tokens, HIDDEN), bf16, rank) for tokens in (5, 300)]
         if provider:
             _lower_to(provider)
-        agreed, engine.STATE.outcome = engine.STATE.outcome, None
-        unfused = compiled(config, block)
-        expected = [unfused(x) for x in inputs]
-        assert not engine.STATE.reports
-        engine.STATE.outcome = agreed
-        fast = compiled(config, block)
-        actual = [fast(x) for x in inputs]
-        engine.ready()
+        expected, actual, fast = run_unfused_and_fused(config, block, rank)
         sites = [site for report in engine.STATE.reports for site in report.sites]
         different = [
             float((mine != theirs).float().mean())
@@ -294,11 +305,11 @@ def fuse_a_block_over_two_hosts(rank: int, world_size: int, model: str) -> dict[
 def fuse_a_quantized_block(
     rank: int, world_size: int, model: str, kind: str, eager_rounding: bool
 ) -> dict[str, Any]:
-    """Fuses norms that vLLM's own quantization follows, and compares.
+    """Fuses norms before vLLM's own quantizations, and compares.
 
-    FP8 is decomposed to PyTorch operators, as in vLLM by default; NVFP4 and MXFP8 are operators.
+    vLLM writes FP8 in PyTorch operators by default; NVFP4 and MXFP8 are operators of their own.
 
-    With eager_rounding, Inductor makes the roundings between operators that it otherwise omits.
+    With eager_rounding, Inductor does not omit roundings between operators.
     """
     torch._inductor.config.emulate_precision_casts = eager_rounding
     plugin.register()
@@ -306,14 +317,7 @@ def fuse_a_quantized_block(
     config = make_config(model)
     with worker(config), config.kernel_config.ir_op_priority.set_priority():
         block = make_quantized_block(kind)
-        inputs = [rank_input((tokens, HIDDEN), bf16, rank) for tokens in (5, 300)]
-        agreed, engine.STATE.outcome = engine.STATE.outcome, None
-        unfused = compiled(config, block)
-        expected = [unfused(x) for x in inputs]
-        engine.STATE.outcome = agreed
-        fast = compiled(config, block)
-        actual = [fast(x) for x in inputs]
-        engine.ready()
+        expected, actual, _ = run_unfused_and_fused(config, block, rank)
         (report,) = engine.STATE.reports
         found: dict[str, Any] = {
             "quant": [site.quant for site in report.sites],
@@ -336,26 +340,13 @@ def fuse_a_quantized_block(
         return found
 
 
-# From one FP8 number to the next, in steps of float32: three bits of the significand are left.
+# The distance of neighbors in FP8, in ulps of float32: 20 bits of the significand are lost.
 _FP8_STEP = 1 << 20
 
 
 def make_quantized_block(kind: str) -> Any:
-    """Returns three norms, each quantized by a layer of vLLM; inputs do not depend on the layer."""
-    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-
-    with torch.device("cpu"):
-        torch.set_default_dtype(bf16)
-        try:
-            first, plain, gemma = (
-                *(RMSNorm(HIDDEN, 1e-5), RMSNorm(HIDDEN, 3e-6)),
-                GemmaRMSNorm(HIDDEN, 1e-6),
-            )
-        finally:
-            torch.set_default_dtype(torch.float32)
-    for i, norm in enumerate((first, plain, gemma)):
-        weight = shared_input((HIDDEN,), bf16, f"norm {i}")
-        norm.weight.data.copy_(1 + weight / 8 if i < 2 else weight / 8)
+    """Returns three norms, each quantized by a layer of vLLM. Quantizations do not feed norms."""
+    first, plain, gemma = make_norms()
     matrices = [shared_input((HIDDEN, HIDDEN), bf16, f"matrix {i}") / 16 for i in range(2)]
     quantize = {"nvfp4": _nvfp4, "mxfp8": _mxfp8}.get(kind, lambda: _fp8(kind))()
 
@@ -394,7 +385,7 @@ def _mxfp8() -> Any:
     return lambda y: mxfp8_e4m3_quantize(y, is_sf_swizzled_layout=True)
 
 
-# As the C extension declares them, which cannot be loaded here; the first one is only asked for.
+# As declared in the C extension, which cannot be loaded here. The first one is never called.
 NVFP4 = (
     "scaled_fp4_quant(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout) "
     "-> (Tensor, Tensor)",
@@ -418,13 +409,13 @@ def _nvfp4() -> Any:
     _libraries.append(library)
     from vllm._custom_ops import scaled_fp4_quant
 
-    # The reciprocal of the checkpoint's value, as in linear layers.
+    # The reciprocal of the checkpoint's scale, as in linear layers.
     given = torch.nn.Parameter(torch.tensor(448 * 6 / 8.0), requires_grad=False)
     return lambda y: scaled_fp4_quant(y, given, is_sf_swizzled_layout=True, backend="cutlass")
 
 
 def _lower_to(provider: str) -> None:
-    """Makes vLLM lower its norms to an implementation without a kernel here, only to compile."""
+    """Makes vLLM lower its norms to a provider that has no kernel here, for compilation only."""
     from vllm.ir.op import IrOp
 
     for name in ("rms_norm", "fused_add_rms_norm"):
@@ -459,7 +450,7 @@ def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]
 
 
 def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -> dict[str, Any]:
-    """Makes the pass raise with a half changed graph: all ranks restore it and run it unfused."""
+    """Makes the pass raise with a half rewritten graph, which all ranks must then run unfused."""
     plugin.register()
     said = Said()
     config = make_config(model)
@@ -487,7 +478,7 @@ def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -
 
 
 def count_reductions() -> list[int]:
-    """Returns a list that grows with every all-reduce that vLLM makes itself."""
+    """Returns a list with an entry for each all-reduce that vLLM runs from now on."""
     group = parallel_state.get_tp_group()
     calls: list[int] = []
 
@@ -500,7 +491,7 @@ def count_reductions() -> list[int]:
 
 
 def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """Runs the helpers of eager models, with the kernels' rounding and with PyTorch's."""
+    """Runs the helpers of eager models: a plain norm by a kernel, Gemma's by PyTorch."""
     plugin.register()
     from vllm.ir.op import IrOp
     from vllm.model_executor.layers import fused_allreduce_gemma_rms_norm as gemma_module
@@ -534,12 +525,12 @@ def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
             found[name] = {"same": same, "by itself": provider.provider}
         found["reductions"] = len(calls)
         found["communicator"] = state.outcome is not None and state.outcome.reason == ""
-        # vLLM computes a norm that allnorm does not support.
+        # vLLM itself computes a norm that allnorm does not support.
         norms["plain"].variance_size_override = 128
         with contextlib.suppress(Exception):  # the kernel does not exist on this machine
             plain_module.fused_allreduce_rms_norm(x, residual, norms["plain"])
         found["stock"] = len(calls)
-        # vLLM also computes a norm that needs a gradient.
+        # vLLM itself computes a norm that needs a gradient.
         norms["plain"].variance_size_override = None
         with contextlib.suppress(Exception):
             plain_module.fused_allreduce_rms_norm(x, residual, norms["plain"])

@@ -1,12 +1,12 @@
-"""Makes the real vLLM importable without CUDA: a fake platform, and operators that are only names.
+"""Makes the real vLLM importable without CUDA, with a fake platform.
 
-Import this before any module of vLLM. vLLM's Python code is real. Its C extension cannot be called:
-operators of it are only names.
+Import this before any module of vLLM. vLLM's Python code is real. The operators of its C extension
+are fakes that cannot be called.
 """
 
 from __future__ import annotations
 
-# ruff: noqa: E402 - what vLLM needs must be there before it is imported
+# ruff: noqa: E402 - the fakes must exist before vLLM is imported
 import sys
 import types
 from typing import Any
@@ -16,7 +16,7 @@ from torch._ops import _OpNamespace
 
 
 class _Named:
-    """A fake operator of the C extension: has overloads and can be compared, but not called."""
+    """A fake operator of the C extension, which has overloads and can be compared."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -29,7 +29,7 @@ class _Named:
         return made
 
     def __call__(self, *_: Any) -> bool:
-        return False  # "does this GPU support ...", asked at import
+        return False  # vLLM calls queries such as "does this GPU support ..." at import
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Named) and other._name == self._name
@@ -102,7 +102,7 @@ class Platform(CudaPlatformBase):
 
 
 vllm.platforms._current_platform = Platform()
-import vllm._custom_ops  # declares fakes for the operators that exist: before any is only a name
+import vllm._custom_ops  # registers fakes for the operators that exist before _getattr is set
 from vllm.distributed.device_communicators.base_device_communicator import (
     DeviceCommunicatorBase,
 )
@@ -114,7 +114,7 @@ assert not torch.cuda.is_available()
 def naive_mxfp8() -> bool:
     """Returns whether vLLM's PyTorch code for MXFP8 omits e4m3's upper eight powers of two.
 
-    On Blackwell FlashInfer quantizes.
+    vLLM does not use that code on Blackwell, where FlashInfer quantizes.
     """
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils
 
