@@ -61,14 +61,20 @@ def plain(x: Any, residual: Any, w: Any) -> Any:
     return llama(reduce(x) + residual, w)
 
 
-def summed(norm: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Returns a graph of a reduction, a residual add and `norm(total, weight)`.
+def added(x: Any, residual: Any) -> Any:
+    return reduce(x) + residual
 
-    It returns the normed tensor and the sum.
+
+def summed(
+    norm: Callable[[Any, Any], Any], add: Callable[[Any, Any], Any] = added
+) -> Callable[..., Any]:
+    """Returns a graph that computes `norm(total, weight)` of the total `add(x, residual)`.
+
+    It returns the normed tensor and the total.
     """
 
     def graph(x: Any, residual: Any, w: Any) -> Any:
-        total = reduce(x) + residual
+        total = add(x, residual)
         return norm(total, w), total
 
     return graph

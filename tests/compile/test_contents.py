@@ -28,6 +28,7 @@ from .helpers import (
     check_missed,
     reduce,
     rms_norm,
+    summed,
 )
 
 bf16 = torch.bfloat16
@@ -207,11 +208,7 @@ def test_weights(rank: int, world_size: int) -> None:
         "row": (w[None], ""),
         "offset": (torch.cat([w, w])[1 : HIDDEN + 1], ""),
     }
-
-    def fn(x, r, w):
-        total = reduce(x) + r
-        return rms_norm(total, w.view(HIDDEN)), total
-
+    fn = summed(lambda total, w: rms_norm(total, w.view(HIDDEN)))
     for name, (weight, reason) in given.items():
         module = torch.fx.symbolic_trace(fn)
         if reason:

@@ -182,11 +182,7 @@ def test_operators_without_results(rank: int, world_size: int) -> None:
 def test_missed_site_before_a_fused_one(rank: int, world_size: int) -> None:
     """Tests that a missed site does not prevent the fusion of other sites."""
     group = dist.new_group(list(range(world_size)))
-
-    def fn(x, r, w):
-        total = reduce(x, group=group.group_name) + reduce(r)
-        return llama(total, w), total
-
+    fn = summed(llama, lambda x, r: reduce(x, group=group.group_name) + reduce(r))
     report = fuse(symbolic_trace(fn), Inputs().make(rank), comm())
     assert [site.numerics for site in report.sites] == [None, "transformers"]
     dist.destroy_process_group(group)

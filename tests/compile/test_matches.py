@@ -94,11 +94,6 @@ def float32_sum_rounded_before_the_weight(x, r, w):
     return (z * rstd(z)).to(bf16) * w, z.to(bf16)
 
 
-def float32_sum_rounded_before_the_norm(x, r, w):
-    total = (reduce(x).float() + r.float()).to(bf16)
-    return rounded(total, w), total
-
-
 def weight_changed_after_the_sum(x, r, w):
     total = reduce(x) + r
     w.mul_(2)
@@ -137,12 +132,13 @@ MATCHES = {
     ),
     **table(
         Expected("rounded"),
-        float32_sum_rounded_before_the_norm,
         weight_changed_before_the_multiplication,
+        float32_sum_rounded_before_the_norm=summed(
+            rounded, lambda x, r: (reduce(x).float() + r.float()).to(bf16)
+        ),
         functional_rms_norm=summed(lambda z, w: rms_norm(z, w, 1e-6)),
-        default_eps=lambda x, r, w: (
-            rms_norm(total := reduce(x * 1e-3) + r * 1e-3, w, None),
-            total,
+        default_eps=summed(
+            lambda z, w: rms_norm(z, w, None), lambda x, r: reduce(x * 1e-3) + r * 1e-3
         ),
         gemma_style=summed(gemma),
         # The weight differs from that in float32.
@@ -179,12 +175,6 @@ MATCHES = {
 def by_root(root):
     """Returns a graph whose norm multiplies by `root(z)` of a float32 tensor z."""
     return summed(lambda h, w: ((z := h.float()) * root(z) * w).to(bf16))
-
-
-def operands_in_the_other_order(x, r, w):
-    total = r + reduce(x)
-    z = total.float()
-    return (torch.rsqrt(EPS + (z * z).mean(dim=-1, keepdim=True)) * z).to(bf16) * w, total
 
 
 def queried_sizes_and_dtypes(x, r, w):
@@ -247,7 +237,6 @@ def asserts_on_metadata(x, r, w):
 
 MATCHES |= table(
     Expected("transformers"),
-    operands_in_the_other_order,
     queried_sizes_and_dtypes,
     norm_in_place,
 )
@@ -350,12 +339,6 @@ def copies_of_the_sum(x, r, w):
     return normed, total, copy
 
 
-def residual_that_is_computed_late(x, r, w):
-    reduced = reduce(x)
-    total = reduced + torch.relu(r) * 2
-    return llama(total, w), total
-
-
 def sum_in_place_and_a_late_weight(x, r, w):
     r = torch.relu(r)
     r.add_(reduce(x))
@@ -396,13 +379,25 @@ MATCHES |= table(
     sum_changed_afterwards,
     two_sums_of_which_one_changes,
     copies_of_the_sum,
-    residual_that_is_computed_late,
     operators_that_return_their_input,
     without_residual_and_not_used_later=lambda x, r, w: llama(reduce(x), w),
-    x_is_the_residual=lambda x, r, w: (llama(total := reduce(x) + x, w), total),
-    zeros_as_the_residual=lambda x, r, w: (
-        llama(total := reduce(x) + torch.zeros_like(r), w),
-        total,
+    operands_in_the_other_order=summed(
+        lambda h, w: (
+            (torch.rsqrt(EPS + ((z := h.float()) * z).mean(dim=-1, keepdim=True)) * z).to(bf16) * w
+        ),
+        lambda x, r: r + reduce(x),
+    ),
+    x_is_the_residual=summed(llama, lambda x, r: reduce(x) + x),
+    zeros_as_the_residual=summed(llama, lambda x, r: reduce(x) + torch.zeros_like(r)),
+    residual_that_is_computed_late=summed(llama, lambda x, r: reduce(x) + torch.relu(r) * 2),
+    dropout_that_is_off=summed(llama, lambda x, r: F.dropout(reduce(x), 0.1, False) + r),
+    dropout_of_nothing=summed(llama, lambda x, r: F.dropout(reduce(x), 0.0, True) + r),
+    shape_of_the_reduced=summed(llama, lambda x, r: (d := reduce(x)).view(-1, d.shape[-1]) + r),
+    strided_input=summed(
+        llama,
+        lambda x, r: (
+            reduce(x.t().contiguous().t()).contiguous() + r.t().contiguous().t().contiguous()
+        ),
     ),
 )
 MATCHES |= table(
@@ -424,18 +419,6 @@ MATCHES |= table(Expected(["transformers"] * 2, norms=2), sum_as_the_next_residu
 IN_3D = Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN))
 
 
-def view_before_the_add(x, r, w):
-    total = reduce(x).view(-1, HIDDEN) + r
-    return llama(total, w), total
-
-
-def strided_rows_viewed(x, r, w):
-    """Reshapes strided rows, which copies them: the fused call needs the copy before it."""
-    x = torch.cat([x, x], -1)[..., :HIDDEN]
-    total = reduce(x).reshape(24, HIDDEN) + r
-    return llama(total, w), total
-
-
 def view_before_the_norm(x, r, w):
     total = reduce(x) + r.view(4, 6, HIDDEN)
     return llama(total.flatten(0, 1), w), total
@@ -447,12 +430,6 @@ def views_everywhere(x, r, w):
     return normed.reshape(4, 6, HIDDEN), total.view(6, 4, HIDDEN)
 
 
-def strided_input(x, r, w):
-    x, r = x.t().contiguous().t(), r.t().contiguous().t()
-    total = reduce(x).contiguous() + r.contiguous()
-    return llama(total, w), total
-
-
 def shape_changed_in_place(x, r, w):
     total = reduce(x) + r
     normed = llama(total, w)
@@ -460,30 +437,20 @@ def shape_changed_in_place(x, r, w):
     return normed, total
 
 
-def shape_of_the_reduced(x, r, w):
-    reduced = reduce(x)
-    total = reduced.view(-1, reduced.shape[-1]) + r
-    return llama(total, w), total
-
-
-def dropped_out(p, training):
-    return lambda x, r, w: (llama(total := F.dropout(reduce(x), p, training) + r, w), total)
-
-
 MATCHES |= table(
     Expected("transformers", IN_3D),
-    view_before_the_add,
-    strided_rows_viewed,
     view_before_the_norm,
     views_everywhere,
+    view_before_the_add=summed(llama, lambda x, r: reduce(x).view(-1, HIDDEN) + r),
+    # The fused call needs a copy of the strided rows before it.
+    strided_rows_viewed=summed(
+        llama,
+        lambda x, r: reduce(torch.cat([x, x], -1)[..., :HIDDEN]).reshape(24, HIDDEN) + r,
+    ),
 )
 MATCHES |= table(
     Expected("transformers"),
-    strided_input,
     shape_changed_in_place,
-    shape_of_the_reduced,
-    dropout_that_is_off=dropped_out(0.1, False),
-    dropout_of_nothing=dropped_out(0.0, True),
 )
 for name, inputs in {
     "one_dimension": Inputs(shape=(HIDDEN,)),
@@ -504,13 +471,8 @@ def test_match(rank: int, world_size: int, name: str) -> None:
 @on(cpu=(2,))
 def test_sum_of_two_reductions(rank: int, world_size: int) -> None:
     """Tests that one of two reductions is fused, with the other as its residual."""
-
-    def block(x, residual, w):
-        total = reduce(x) + reduce(residual)
-        return llama(total, w), total
-
     inputs = Inputs().make(rank)
-    graph = symbolic_trace(block)
+    graph = symbolic_trace(summed(llama, lambda x, r: reduce(x) + reduce(r)))
     want = graph(*inputs)
     report = fuse(graph, inputs, comm())
     graph.graph.lint()

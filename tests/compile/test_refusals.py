@@ -25,6 +25,7 @@ from .helpers import (
     llama,
     made_by_hand,
     open_names,
+    plain,
     reduce,
     rstd,
 )
@@ -257,15 +258,11 @@ def test_two_communicators(rank: int, world_size: int) -> None:
 def test_gradients(rank: int, world_size: int) -> None:
     """Tests that a graph whose results need a gradient is not fused."""
     x, residual, w = Inputs().make(rank)
-
-    def block(x, residual, w):
-        return llama(reduce(x) + residual, w)
-
     with torch.enable_grad():
-        graph = captured(block, [x.requires_grad_(), residual, w])
+        graph = captured(plain, [x.requires_grad_(), residual, w])
     check_missed(graph, None, "needs a gradient", communicator=comm())
     with torch.no_grad():
-        graph = captured(block, [x, residual, w])
+        graph = captured(plain, [x, residual, w])
     assert fuse(graph, None, comm()).fused
 
 
@@ -293,7 +290,7 @@ def test_python_reductions(rank: int, world_size: int) -> None:
 @on(cpu=(1,))
 def test_errors(rank: int, world_size: int) -> None:
     inputs = Inputs().make(rank)
-    graph = symbolic_trace(lambda x, residual, w: llama(reduce(x) + residual, w))
+    graph = symbolic_trace(plain)
     calls = [
         (TypeError, "expected a torch.fx.GraphModule", lambda: fuse(graph.graph)),
         (TypeError, "expected an allnorm.Communicator", lambda: fuse(graph, inputs, "0")),
@@ -322,5 +319,5 @@ def test_errors(rank: int, world_size: int) -> None:
 def test_without_process_group() -> None:
     """Tests that fuse() works without a process group and names what is missing."""
     inputs = Inputs().make(0)
-    graph = symbolic_trace(lambda x, residual, w: llama(reduce(x) + residual, w))
+    graph = symbolic_trace(plain)
     check_missed(graph, inputs, "torch.distributed is not initialized")

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from allnorm import reference
 from allnorm.compile import fuse
-from allnorm.testing import RankPool, assert_same_bits
+from allnorm.testing import assert_same_bits
 
 from .helpers import (
     EPS,
@@ -32,6 +32,8 @@ from .helpers import (
     made_by_hand,
     nodes_calling,
     reduce,
+    rms_norm,
+    summed,
 )
 
 bf16 = torch.bfloat16
@@ -172,41 +174,27 @@ def mylib() -> torch.library.Library:
 @on(cpu=(2,))
 def test_custom_operators(rank: int, world_size: int) -> None:
     mylib()
-    x, residual, w = Inputs().make(rank)
+    inputs = Inputs().make(rank)
 
-    def functional(x, residual, w):
-        residual = torch.ops.mylib.all_reduce(x, "tp:0") + residual
-        return llama(residual, w), residual
-
-    def in_place(x, residual, w):
+    def in_place(x, residual):
         x = x.clone()
         torch.ops.mylib.all_reduce_(x, "tp:0")
-        residual = x + residual
-        return llama(residual, w), residual
+        return x + residual
 
-    for fn, name in ((functional, "all_reduce"), (in_place, "all_reduce_")):
+    def wrapped(x, residual):  # as by AOTAutograd
+        functionalized = torch.ops.higher_order.auto_functionalized
+        reduce_ = torch.ops.mylib.all_reduce_.default
+        return functionalized(reduce_, x=x, group_name="0")[1] + residual
+
+    for add, name in (
+        (lambda x, residual: torch.ops.mylib.all_reduce(x, "tp:0") + residual, "all_reduce"),
+        (in_place, "all_reduce_"),
+        (wrapped, "all_reduce_"),
+    ):
         packet = getattr(torch.ops.mylib, name)
-        for ops in ([f"mylib::{name}"], [f"mylib.{name}"], [packet], [packet.default]):
-            graph = symbolic_trace(fn)
-            check_fused(
-                graph, [x, residual, w], "transformers", communicator=comm(), all_reduce_ops=ops
-            )
-    # AOTAutograd wraps the in-place operator like this.
-    functionalized = torch.ops.higher_order.auto_functionalized
-
-    def wrapped(x, residual, w):
-        results = functionalized(torch.ops.mylib.all_reduce_.default, x=x, group_name="0")
-        residual = results[1] + residual
-        return llama(residual, w), residual
-
-    graph = symbolic_trace(wrapped)
-    check_fused(
-        graph,
-        [x, residual, w],
-        "transformers",
-        communicator=comm(),
-        all_reduce_ops=["mylib::all_reduce_"],
-    )
+        for op in (f"mylib::{name}", f"mylib.{name}", packet, packet.default):
+            options = {"communicator": comm(), "all_reduce_ops": [op]}
+            check_fused(symbolic_trace(summed(llama, add)), inputs, "transformers", **options)
 
 
 @on(cpu=(1, 2, 3))
@@ -215,12 +203,12 @@ def test_bits(rank: int, world_size: int) -> None:
     c, case = comm(), Inputs(shape=(7, HIDDEN))
     xs = [case.make(r)[0] for r in range(world_size)]
     x, residual, w = case.make(rank)
-
-    def block(x, residual, w):
-        residual = torch.ops.allnorm.all_reduce(x, c.name) + residual
-        return llama(residual, w, 1e-6), residual
-
-    graph = symbolic_trace(block)
+    graph = symbolic_trace(
+        summed(
+            lambda total, w: llama(total, w, 1e-6),
+            lambda x, residual: torch.ops.allnorm.all_reduce(x, c.name) + residual,
+        )
+    )
     report = check_fused(graph, [x, residual, w], "transformers")
     assert report.fused[0].group == c.name
     want = reference.all_reduce_add_rms_norm(xs, residual, w, 1e-6, numerics="transformers")
@@ -232,13 +220,8 @@ def test_bits(rank: int, world_size: int) -> None:
 def test_decomposed(rank: int, world_size: int) -> None:
     """Tests F.rms_norm as decomposed by make_fx, with an in-place addition."""
     inputs = Inputs().make(rank)
-
-    def block(x, residual, w):
-        residual = reduce(x) + residual
-        return F.rms_norm(residual, (HIDDEN,), w, EPS), residual
-
     for mode in ("real", "fake"):
-        graph = make_fx(block, tracing_mode=mode)(*inputs)
+        graph = make_fx(summed(rms_norm), tracing_mode=mode)(*inputs)
         assert nodes_calling(graph, "add_")
         check_fused(graph, inputs, "rounded", communicator=comm())
 
@@ -246,11 +229,7 @@ def test_decomposed(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 def test_dynamic(rank: int, world_size: int) -> None:
     """Tests a symbolic number of tokens, which the report shows."""
-
-    def block(x, residual, w):
-        residual = reduce(x.unflatten(0, (-1, 2))).reshape(-1, HIDDEN) + residual
-        return llama(residual, w), residual
-
+    block = summed(llama, lambda x, r: reduce(x.unflatten(0, (-1, 2))).reshape(-1, HIDDEN) + r)
     inputs = Inputs().make(rank)
     with torch.no_grad():
         for tensor in inputs[:2]:
@@ -279,12 +258,7 @@ def test_dynamic(rank: int, world_size: int) -> None:
 def test_nested(rank: int, world_size: int) -> None:
     """Tests nested graphs, as torch.fx.passes.split_module makes them, in a list of modules."""
     inputs = Inputs().make(rank)
-
-    def layer(x, residual, w):
-        residual = reduce(x) + residual
-        return llama(residual, w), residual
-
-    inner = captured(layer, inputs)
+    inner = captured(summed(llama), inputs)
     names = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
     outer = Graph()
     values = {name: outer.placeholder(name) for name in ("l_x_", "l_residual_", "l_w_")}
@@ -301,7 +275,8 @@ def test_nested(rank: int, world_size: int) -> None:
             assert_same_bits(mine, theirs, "nested")
 
 
-def ordered(rank: int, world_size: int) -> None:
+@on(cpu=(2,))
+def test_effect_tokens(rank: int, world_size: int) -> None:
     """Tests that a reduction with an effect token of AOTAutograd is not fused."""
     reports = []
 
@@ -309,17 +284,10 @@ def ordered(rank: int, world_size: int) -> None:
         reports.append(fuse(module, None, comm()))
         return make_boxed_func(module.forward)
 
-    def fn(x, r, w):
-        total = torch.ops.allnorm.all_reduce(x, comm().name) + r
-        return llama(total, w), total
-
+    name = comm().name
+    fn = summed(llama, lambda x, r: torch.ops.allnorm.all_reduce(x, name) + r)
     inputs = Inputs().make(rank)
     torch._dynamo.reset()
     torch.compile(fn, backend=aot_autograd(fw_compiler=compiler))(*inputs)
     ((site,),) = [report.sites for report in reports]
     assert "effect token" in str(site.reason)
-
-
-@on(cpu=(2,))
-def test_effect_tokens(pool: RankPool) -> None:
-    pool.run(ordered, timeout=200.0)
