@@ -27,9 +27,9 @@ from torch.fx import symbolic_trace
 import allnorm
 from allnorm import reference
 from allnorm.compile import groups
-from allnorm.testing import RankPool, assert_same_bits, rank_input, run_ranks, shared_input
+from allnorm.testing import assert_same_bits, rank_input, run_ranks, shared_input
 
-from .helpers import EPS, HIDDEN, Inputs, gemma, llama, open_names, reduce
+from .helpers import EPS, HIDDEN, Inputs, cast, gemma, llama, open_names, reduce
 
 bf16 = torch.bfloat16
 NUMERICS = ["rounded", "transformers", "rounded"]
@@ -323,8 +323,8 @@ def test_dynamic(rank: int, world_size: int) -> None:
     assert isinstance(report.sites[0].shape[0], str)
 
 
-def quantized(rank: int, world_size: int) -> None:
-    c = comm()
+@on(cpu=(2,), gpu=(2,))
+def test_quantized(rank: int, world_size: int) -> None:
     weight = shared_input((HIDDEN,), bf16, "weight", device=device())
 
     def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
@@ -332,25 +332,19 @@ def quantized(rank: int, world_size: int) -> None:
         residual = residual + x
         groups = llama(residual, weight).view(-1, HIDDEN // 128, 128).float()
         scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
-        quantized = (groups / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-        return quantized.view(-1, HIDDEN), scale.squeeze(-1), residual
+        return cast(groups / scale).view(-1, HIDDEN), scale.squeeze(-1), residual
 
     x, residual = arguments(rank)
     xs = [arguments(r)[0] * 1.5 for r in range(world_size)]
     want = reference.all_reduce_add_rms_norm_quant(
         xs, residual, weight, EPS, allnorm.Fp8PerGroup(128), numerics="transformers"
     )
-    fusion = allnorm.compile.inductor_pass(c)
+    fusion = allnorm.compile.inductor_pass(comm())
     with inductor_caches(), torch.no_grad():
         got = compiled(block, fusion)(x, residual)
     assert fusion.reports[0].fused[0].quant == "per_group 128"
     for mine, theirs in zip(got, want[:3], strict=True):
         assert_same_bits(mine, theirs, "quantized")
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_quantized(pool: RankPool) -> None:
-    pool.run(quantized)
 
 
 @pytest.mark.slow
