@@ -177,7 +177,6 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
     const int64_t begin = chunk * kChunk;
     const int64_t left = op.hidden_size - begin;
     const int64_t count = left < kChunk ? left : kChunk;
-    // Missing elements count as zeros.
     if (count < kChunk) memset(z + begin, 0, sizeof(float) * kChunk);
     for_each_pair<T>(begin, begin + count,
                      [&](int64_t i, auto access) __attribute__((always_inline)) {

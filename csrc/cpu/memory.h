@@ -52,7 +52,6 @@ inline T load_relaxed(const T* address) {
   return __atomic_load_n(address, __ATOMIC_RELAXED);
 }
 
-// Tells the core that this is a spin loop.
 inline void pause() {
 #if defined(__x86_64__)
   _mm_pause();

@@ -48,7 +48,6 @@ class AnyQuantized {
     return is_nvfp4(params_) ? NvFp4<T>::quantize(params_, y, live_) : e4m3_(y);
   }
 
-  // Scales that are sent separately.
   __device__ __forceinline__ float scale() const { return e4m3_.scale(); }
   __device__ __forceinline__ bool leads_group() const { return e4m3_.leads_group(); }
   __device__ __forceinline__ int group() const { return e4m3_.group(); }

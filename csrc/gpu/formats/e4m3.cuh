@@ -69,7 +69,6 @@ class E4m3 {
     return quantize(y, ScaleDivisor(scale_));
   }
 
-  // Returns the scale of the last quantized row.
   __device__ __forceinline__ float scale() const { return scale_; }
   // Returns whether this thread's pack is the first of a group with its own scale.
   __device__ __forceinline__ bool leads_group() const {

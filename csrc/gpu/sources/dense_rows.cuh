@@ -6,7 +6,6 @@
 
 namespace allnorm {
 
-// One thread's part: the same pack of every row.
 template <class T>
 class DenseRows {
  public:
