@@ -113,33 +113,32 @@ def test_logits_with_a_cache_equal_recomputed_ones(name: str) -> None:
             torch.testing.assert_close(logits[step][row], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_are_parts_of_the_same_weights(dtype: torch.dtype) -> None:
-    model = e2e_models.find("tiny-qk-norm", num_layers=1)
+@pytest.mark.parametrize(
+    ("name", "dtype", "world_size"),
+    [
+        ("tiny-qk-norm", torch.float32, 4),
+        ("tiny-qk-norm", torch.bfloat16, 4),
+        ("tiny-moe", torch.bfloat16, 2),  # every rank has a part of every expert
+    ],
+)
+def test_shards_are_parts_of_the_same_weights(
+    name: str, dtype: torch.dtype, world_size: int
+) -> None:
+    model = e2e_models.find(name, num_layers=1)
     whole = weights.make(model, 0, 1, dtype, CPU)
-    parts = [weights.make(model, rank, 4, dtype, CPU) for rank in range(4)]
+    parts = [weights.make(model, rank, world_size, dtype, CPU) for rank in range(world_size)]
+    (layer,), layers = whole.layers, [p.layers[0] for p in parts]
+    assert layer.gate_up.shape[-2:] == (2 * model.intermediate_size, model.hidden_size)
     assert torch.equal(torch.cat([p.head for p in parts]), whole.head)
-    assert torch.equal(torch.cat([p.layers[0].o for p in parts], dim=1), whole.layers[0].o)
-    assert torch.equal(torch.cat([p.layers[0].down for p in parts], dim=1), whole.layers[0].down)
+    assert torch.equal(torch.cat([p.o for p in layers], dim=1), layer.o)
+    assert torch.equal(torch.cat([p.down for p in layers], dim=-1), layer.down)
+    gates, ups = zip(*(p.gate_up.chunk(2, dim=-2) for p in layers), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups], dim=-2), layer.gate_up)
     for p in parts:
         assert torch.equal(p.embedding, whole.embedding)
-        assert torch.equal(p.layers[0].mlp_norm, whole.layers[0].mlp_norm)
-    gates, ups = zip(*(p.layers[0].gate_up.chunk(2) for p in parts), strict=True)
-    assert torch.equal(torch.cat([*gates, *ups]), whole.layers[0].gate_up)
-
-
-def test_experts_are_split_by_their_inner_size() -> None:
-    model = e2e_models.find("tiny-moe", num_layers=1)
-    whole = weights.make(model, 0, 1, torch.bfloat16, CPU).layers[0]
-    parts = [weights.make(model, rank, 2, torch.bfloat16, CPU).layers[0] for rank in range(2)]
-    assert whole.gate_up.shape == (model.num_experts, 2 * model.intermediate_size, 256)
-    assert torch.equal(torch.cat([p.down for p in parts], dim=2), whole.down)
-    gates, ups = zip(*(p.gate_up.chunk(2, dim=1) for p in parts), strict=True)
-    assert torch.equal(torch.cat([*gates, *ups], dim=1), whole.gate_up)
-    for p in parts:
-        assert p.router is not None
-        assert whole.router is not None
-        assert torch.equal(p.router, whole.router)
+        assert torch.equal(p.layers[0].mlp_norm, layer.mlp_norm)
+        if layer.router is not None:
+            assert torch.equal(p.layers[0].router, layer.router)
 
 
 def test_experts_return_one_row_per_choice() -> None:

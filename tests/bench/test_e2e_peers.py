@@ -58,8 +58,8 @@ def test_a_library_computes_the_same_as_the_torch_arm(model: str, arms: tuple[st
     assert missing.keys() == fused - {*arms}
     assert all("does not support post norms" in reason for reason in missing.values())
     names = [name for name, _ in calls]
-    assert ({"fusion", "sglang"} & {*names} == {"fusion", "sglang"}) == (fused <= {*arms})
-    assert names.count("close") == len({arm.partition("+")[0] for arm in arms})
+    assert {"fusion", "sglang"} & {*names} == ({"fusion", "sglang"} if fused <= {*arms} else set())
+    assert names.count("close") == 3
 
 
 def test_nccl_replaces_a_library_that_lacks_a_kernel() -> None:
