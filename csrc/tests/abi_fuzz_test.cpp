@@ -17,21 +17,12 @@ struct Tally {
 
 // ---- Corruption of calls ------------------------------------------------------------------------
 
-constexpr size_t kPointers[] = {offsetof(AllnormCall, x),
-                                offsetof(AllnormCall, residual),
-                                offsetof(AllnormCall, weight),
-                                offsetof(AllnormCall, out),
-                                offsetof(AllnormCall, residual_out),
-                                offsetof(AllnormCall, quantized),
-                                offsetof(AllnormCall, scale),
-                                offsetof(AllnormCall, post_weight),
-                                offsetof(AllnormCall, expert_index),
-                                offsetof(AllnormCall, shared),
-                                offsetof(AllnormCall, expert_weights),
-                                offsetof(AllnormCall, global_scale)};
-
 char* any_pointer(Random& random, AllnormCall& call) {
-  return reinterpret_cast<char*>(&call) + kPointers[random.below(std::size(kPointers))];
+  void* const fields[] = {
+      &call.x,         &call.residual,     &call.weight,       &call.out,
+      &call.quantized, &call.residual_out, &call.scale,        &call.post_weight,
+      &call.shared,    &call.global_scale, &call.expert_index, &call.expert_weights};
+  return static_cast<char*>(fields[random.below(std::size(fields))]);
 }
 
 // Changes a random aligned word of 4 or 8 bytes.

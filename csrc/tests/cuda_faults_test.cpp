@@ -21,236 +21,8 @@ using namespace testing;  // NOLINT: a test
 constexpr int64_t kNever = int64_t{1} << 60;
 constexpr int64_t kTimeoutNs = 2'000'000;
 
-// ---- A rank that makes no call, or a different one
-
-enum class Fault {
-  kNeverComes,
-  kSendsNothing,
-  kDiedBefore,
-  kDiedAmid,
-  kDiedAfter,
-  kOtherRows,
-  kOtherRounding,
-  kOtherQuantization,
-  kMissingCall,
-  kNoRows,
-};
-constexpr struct {
-  const char* name;
-  int32_t status;  // of its peers
-} kFaults[] = {
-    {"never comes", ALLNORM_TIMEOUT},     {"sends nothing", ALLNORM_TIMEOUT},
-    {"died before", ALLNORM_PEER_DIED},   {"died amid", ALLNORM_PEER_DIED},
-    {"died after", ALLNORM_OK},           {"other rows", ALLNORM_DIVERGED},
-    {"other rounding", ALLNORM_DIVERGED}, {"other quantization", ALLNORM_DIVERGED},
-    {"missing call", ALLNORM_DIVERGED},   {"no rows", ALLNORM_DIVERGED},
-};
-
-// Launches what GpuCommunicator launches for a call without rows, and in place of one that failed.
-template <int kWorldSize>
-void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& params) {
-  machine.launch(
-      rank, {.num_blocks = 1,
-             .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
-             .cluster_size = 1,
-             .kernel = [params] {
-               run_fused<FusedKernel<Float32, compiled_world_size<Float32>(kWorldSize), DenseRows,
-                                     OneShot, OneRowAhead, Grid::kSparse, kBasic, Plain>>(params);
-             }});
-}
-
-void check_nan(const Operation& op, int rank, const char* name) {
-  const AllnormCall& call = op.call;
-  const auto r = static_cast<size_t>(rank);
-  const ExpectedQuant nan = QuantMemory::nan_row(call);
-  for (int64_t row = 0; row < call.num_tokens; ++row) {
-    bool right = op.out.empty() || std::isnan(to_float(call.dtype, op.out[r].bits(row, 0)));
-    if (is_quantized(call)) {
-      right = right && op.quantized[r].count_wrong(call, row, nan, Allowed::kRight) == 0;
-    }
-    check(right, "fault %s, rank %d: row %lld is not NaN after a failure", name, rank,
-          static_cast<long long>(row));
-  }
-}
-
-// Rank seed % kWorldSize has a fault, after `before` calls in which all ranks take part.
-template <int kWorldSize>
-void test_fault(Fault kind, const AllnormCall& call, uint64_t seed, bool normed = true,
-                int before = 0) {
-  const auto& [name, status] = kFaults[static_cast<int>(kind)];
-  const int culprit = static_cast<int>(seed % kWorldSize);
-  const uint32_t first_op = 0xfffffffeu - seed % 2;  // numbers wrap
-  Random random(seed + 7);
-  AllnormCall theirs = call;
-  if (kind == Fault::kOtherRows) theirs.num_tokens += 1;
-  // The messages are the same: only announcements differ.
-  if (kind == Fault::kOtherRounding) theirs.numerics = ALLNORM_VLLM;
-  if (kind == Fault::kOtherQuantization) theirs.group_size = 64;
-  std::vector<Operation> operations;
-  uint32_t op = first_op;
-  for (int i = 0; i <= before; ++i) {
-    operations.push_back(make_operation(kWorldSize, random, call, normed));
-    if (i < before) op += num_launches(operations.back(), kWorldSize);
-  }
-  Operation& last = operations.back();
-  Operation other = make_operation(kWorldSize, random, theirs, normed);
-  other.residual.reset();
-  if (last.residual != nullptr) other.residual = std::make_unique<Matrix>(other.x[0]);
-
-  FiberGroup group(kWorldSize, first_op, status == ALLNORM_TIMEOUT ? kTimeoutNs : kNever);
-  if (kind == Fault::kSendsNothing || kind == Fault::kDiedAmid) group.fail_in(culprit, op);
-  for (AllnormFault& fault : group.faults) {
-    if (kind < Fault::kDiedBefore || kind > Fault::kDiedAfter) continue;
-    fault.died = 1u << culprit;
-    // A rank may only wait for a peer that waits for the dead one. This flag ends that wait.
-    if (kind == Fault::kDiedAmid) fault.died |= ALLNORM_NO_PEER_COMES;
-  }
-  shim::Machine machine(kWorldSize, seed);
-  group.share_with(machine);
-  for (int i = 0; i <= before; ++i) {
-    for (int rank = 0; rank < kWorldSize; ++rank) {
-      const auto r = static_cast<size_t>(rank);
-      const AllnormCommConfig& config = group.configs[r];
-      const bool differs = rank == culprit && i == before;
-      if (differs && (kind == Fault::kNeverComes || kind == Fault::kDiedBefore)) continue;
-      if (differs && kind == Fault::kMissingCall) {
-        launch_without_rows<kWorldSize>(machine, rank,
-                                        missing_call_params(config, &group.faults[r]));
-      } else if (differs && kind == Fault::kNoRows) {
-        launch_without_rows<kWorldSize>(
-            machine, rank, rowless_params(config, call_tag(call, 0), &group.faults[r]));
-      } else {
-        const bool takes_part = kind <= Fault::kDiedAfter;
-        Operation& mine = differs && !takes_part ? other : operations[static_cast<size_t>(i)];
-        launch<kWorldSize, Bfloat16>(machine, config, mine, &group.faults[r]);
-      }
-    }
-  }
-  run_to_end(machine, name, seed);
-  if (status == ALLNORM_OK) return check_results(group, operations, first_op);
-  const bool rowless = kind == Fault::kMissingCall || kind == Fault::kNoRows;
-  for (int rank = 0; rank < kWorldSize; ++rank) {
-    if (rank == culprit && !rowless) continue;
-    const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
-    check(fault.status == status && fault.expected_op == op && fault.rank == rank,
-          "fault %s, rank %d: status %d in operation %u, expected %u", name, rank, fault.status,
-          fault.expected_op, op);
-    if (rank == culprit) continue;
-    check(fault.peer == culprit, "fault %s, rank %d: peer %d, expected %d", name, rank, fault.peer,
-          culprit);
-    if (status != ALLNORM_DIVERGED) {
-      check_nan(last, rank, name);
-      continue;
-    }
-    const int64_t tokens = rowless ? 0 : theirs.num_tokens;
-    check(fault.seen_op == op && fault.seen_tokens == static_cast<uint32_t>(tokens) &&
-              (fault.seen_shape == kMissingCall) == (kind == Fault::kMissingCall),
-          "fault %s, rank %d: seen operation %u of %u tokens, shape %x", name, rank, fault.seen_op,
-          fault.seen_tokens, fault.seen_shape);
-  }
-}
-
 AllnormCall sharded_call(int64_t num_tokens, int64_t hidden_size, int quant = ALLNORM_QUANT_NONE) {
   return norm_call(ALLNORM_TWO_SHOT, num_tokens, hidden_size, ALLNORM_RESIDUAL_SHARDED, quant, 32);
-}
-
-TEST(missing_peers_and_different_calls) {
-  const AllnormCall one_shot = norm_call(ALLNORM_ONE_SHOT, 4, 256);
-  const AllnormCall two_shot = norm_call(ALLNORM_TWO_SHOT, 4, 256);
-  const AllnormCall quantized = norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_PER_GROUP, 32);
-  for (const Fault kind : {Fault::kNeverComes, Fault::kOtherRows, Fault::kOtherRounding}) {
-    for (const AllnormCall& call : {one_shot, two_shot, sharded_call(4, 256)}) {
-      test_fault<3>(kind, call, 1);
-    }
-  }
-  for (const bool normed : {false, true}) {
-    for (const Fault kind : {Fault::kNeverComes, Fault::kOtherQuantization}) {
-      test_fault<3>(kind, quantized, 1, normed);
-      test_fault<3>(kind, sharded_call(4, 256, ALLNORM_QUANT_PER_GROUP), 1, normed);
-    }
-    for (uint64_t seed = 0; seed < 4; ++seed) {
-      AllnormCall nvfp4 = norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_NVFP4);
-      if (seed < 2) nvfp4 = sharded_call(4, 256, ALLNORM_QUANT_NVFP4);
-      if (seed % 2 == 0) nvfp4.flags |= ALLNORM_SWIZZLED_SCALES;
-      test_fault<3>(Fault::kNeverComes, nvfp4, seed, normed);
-    }
-  }
-}
-
-// In rows of 120 elements some lanes of a warp have no pack. Only the other lanes know that a rank
-// which answers the roll call sends nothing.
-TEST(peers_that_send_nothing_or_die) {
-  const AllnormCall one_shot = norm_call(ALLNORM_ONE_SHOT, 4, 120);
-  for (uint64_t seed = 0; seed < 12; ++seed) test_fault<3>(Fault::kSendsNothing, one_shot, seed);
-  for (uint64_t seed = 0; seed < 4; ++seed) {
-    for (const Fault kind : {Fault::kDiedBefore, Fault::kDiedAmid, Fault::kDiedAfter}) {
-      test_fault<3>(kind, one_shot, seed);
-      test_fault<3>(kind, sharded_call(4, 120), seed);
-    }
-  }
-}
-
-std::vector<AllnormCall> calls_of_every_kind() {
-  AllnormCall gather = norm_call(ALLNORM_TWO_SHOT, 7, 256);
-  gather.op = ALLNORM_ALL_GATHER_ROWS;
-  return {norm_call(ALLNORM_ONE_SHOT, 4, 256),
-          norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_PER_GROUP, 32),
-          norm_call(ALLNORM_TWO_SHOT, 4, 256),
-          norm_call(ALLNORM_TWO_SHOT, 200, 256),
-          sharded_call(7, 256),
-          sharded_call(7, 256, ALLNORM_QUANT_PER_GROUP),
-          gather};
-}
-
-TEST(missing_calls) {
-  for (const AllnormCall& call : calls_of_every_kind()) {
-    for (uint64_t seed = 0; seed < 3; ++seed) {
-      for (const Fault kind : {Fault::kMissingCall, Fault::kNoRows}) {
-        test_fault<2>(kind, call, seed);
-        test_fault<3>(kind, call, seed, true, 3);
-      }
-    }
-  }
-}
-
-// Calls without rows on every rank are ordinary operations: the calls around them are correct.
-template <int kWorldSize>
-void test_calls_without_rows(const AllnormCall& call, uint64_t seed) {
-  Random random(seed);
-  FiberGroup group(kWorldSize, 0xfffffffe, kNever);
-  std::vector<Operation> operations;
-  for (int i = 0; i < 3; ++i) operations.push_back(make_operation(kWorldSize, random, call, true));
-  shim::Machine machine(kWorldSize, seed);
-  group.share_with(machine);
-  for (size_t i = 0; i < operations.size(); ++i) {
-    for (int rank = 0; rank < kWorldSize; ++rank) {
-      const auto r = static_cast<size_t>(rank);
-      for (size_t k = 0; k <= i; ++k) {
-        launch_without_rows<kWorldSize>(
-            machine, rank, rowless_params(group.configs[r], call_tag(call, 0), &group.faults[r]));
-      }
-      launch<kWorldSize, Bfloat16>(machine, group.configs[r], operations[i], &group.faults[r]);
-    }
-  }
-  run_to_end(machine, "calls without rows", seed);
-  for (int rank = 0; rank < kWorldSize; ++rank) {
-    const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
-    check(fault.status == ALLNORM_OK, "rank %d: status %d after calls without rows", rank,
-          fault.status);
-    for (size_t i = 0; i < operations.size(); ++i) {
-      compare(operations[i], rank, static_cast<int>(i));
-    }
-  }
-}
-
-TEST(calls_without_rows) {
-  for (const AllnormCall& call : calls_of_every_kind()) {
-    if (is_quantized(call)) continue;
-    for (uint64_t seed = 0; seed < 3; ++seed) {
-      test_calls_without_rows<2>(call, seed);
-      test_calls_without_rows<3>(call, seed);
-    }
-  }
 }
 
 // ---- A rank that is late: its peers fail, and their later calls must not corrupt it
@@ -388,6 +160,234 @@ TEST(late_peers) {
     return;  // ThreadSanitizer takes a minute for each, and suppresses slots here
   test_late_peers<3>();
   test_late_peers<4>();
+}
+
+// ---- A rank that makes no call, or a different one
+
+enum class Fault {
+  kNeverComes,
+  kSendsNothing,
+  kDiedBefore,
+  kDiedAmid,
+  kDiedAfter,
+  kOtherRows,
+  kOtherRounding,
+  kOtherQuantization,
+  kMissingCall,
+  kNoRows,
+};
+constexpr struct {
+  const char* name;
+  int32_t status;  // of its peers
+} kFaults[] = {
+    {"never comes", ALLNORM_TIMEOUT},     {"sends nothing", ALLNORM_TIMEOUT},
+    {"died before", ALLNORM_PEER_DIED},   {"died amid", ALLNORM_PEER_DIED},
+    {"died after", ALLNORM_OK},           {"other rows", ALLNORM_DIVERGED},
+    {"other rounding", ALLNORM_DIVERGED}, {"other quantization", ALLNORM_DIVERGED},
+    {"missing call", ALLNORM_DIVERGED},   {"no rows", ALLNORM_DIVERGED},
+};
+
+// Launches what GpuCommunicator launches for a call without rows, and in place of one that failed.
+template <int kWorldSize>
+void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& params) {
+  machine.launch(
+      rank, {.num_blocks = 1,
+             .num_threads = static_cast<uint32_t>(threads_of(0, 1)),
+             .cluster_size = 1,
+             .kernel = [params] {
+               run_fused<FusedKernel<Float32, compiled_world_size<Float32>(kWorldSize), DenseRows,
+                                     OneShot, OneRowAhead, Grid::kSparse, kBasic, Plain>>(params);
+             }});
+}
+
+void check_nan(const Operation& op, int rank, const char* name) {
+  const AllnormCall& call = op.call;
+  const auto r = static_cast<size_t>(rank);
+  const ExpectedQuant nan = QuantMemory::nan_row(call);
+  for (int64_t row = 0; row < call.num_tokens; ++row) {
+    bool right = op.out.empty() || std::isnan(to_float(call.dtype, op.out[r].bits(row, 0)));
+    if (is_quantized(call)) {
+      right = right && op.quantized[r].count_wrong(call, row, nan, Allowed::kRight) == 0;
+    }
+    check(right, "fault %s, rank %d: row %lld is not NaN after a failure", name, rank,
+          static_cast<long long>(row));
+  }
+}
+
+// Rank seed % kWorldSize has a fault, after `before` calls in which all ranks take part.
+template <int kWorldSize>
+void test_fault(Fault kind, const AllnormCall& call, uint64_t seed, bool normed = true,
+                int before = 0) {
+  const auto& [name, status] = kFaults[static_cast<int>(kind)];
+  const int culprit = static_cast<int>(seed % kWorldSize);
+  const uint32_t first_op = 0xfffffffeu - seed % 2;  // numbers wrap
+  Random random(seed + 7);
+  AllnormCall theirs = call;
+  if (kind == Fault::kOtherRows) theirs.num_tokens += 1;
+  // The messages are the same: only announcements differ.
+  if (kind == Fault::kOtherRounding) theirs.numerics = ALLNORM_VLLM;
+  if (kind == Fault::kOtherQuantization) theirs.group_size = 64;
+  std::vector<Operation> operations;
+  uint32_t op = first_op;
+  for (int i = 0; i <= before; ++i) {
+    operations.push_back(make_operation(kWorldSize, random, call, normed));
+    if (i < before) op += num_launches(operations.back(), kWorldSize);
+  }
+  Operation& last = operations.back();
+  Operation other = make_operation(kWorldSize, random, theirs, normed);
+  other.residual.reset();
+  if (last.residual != nullptr) other.residual = std::make_unique<Matrix>(other.x[0]);
+
+  FiberGroup group(kWorldSize, first_op, status == ALLNORM_TIMEOUT ? kTimeoutNs : kNever);
+  if (kind == Fault::kSendsNothing || kind == Fault::kDiedAmid) group.fail_in(culprit, op);
+  for (AllnormFault& fault : group.faults) {
+    if (kind < Fault::kDiedBefore || kind > Fault::kDiedAfter) continue;
+    fault.died = 1u << culprit;
+    // A rank may only wait for a peer that waits for the dead one. This flag ends that wait.
+    if (kind == Fault::kDiedAmid) fault.died |= ALLNORM_NO_PEER_COMES;
+  }
+  shim::Machine machine(kWorldSize, seed);
+  group.share_with(machine);
+  for (int i = 0; i <= before; ++i) {
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      const AllnormCommConfig& config = group.configs[r];
+      const bool differs = rank == culprit && i == before;
+      if (differs && (kind == Fault::kNeverComes || kind == Fault::kDiedBefore)) continue;
+      if (differs && kind == Fault::kMissingCall) {
+        launch_without_rows<kWorldSize>(machine, rank,
+                                        missing_call_params(config, &group.faults[r]));
+      } else if (differs && kind == Fault::kNoRows) {
+        launch_without_rows<kWorldSize>(
+            machine, rank, rowless_params(config, call_tag(call, 0), &group.faults[r]));
+      } else {
+        const bool takes_part = kind <= Fault::kDiedAfter;
+        Operation& mine = differs && !takes_part ? other : operations[static_cast<size_t>(i)];
+        launch<kWorldSize, Bfloat16>(machine, config, mine, &group.faults[r]);
+      }
+    }
+  }
+  run_to_end(machine, name, seed);
+  if (status == ALLNORM_OK) return check_results(group, operations, first_op);
+  const bool rowless = kind == Fault::kMissingCall || kind == Fault::kNoRows;
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    if (rank == culprit && !rowless) continue;
+    const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
+    check(fault.status == status && fault.expected_op == op && fault.rank == rank,
+          "fault %s, rank %d: status %d in operation %u, expected %u", name, rank, fault.status,
+          fault.expected_op, op);
+    if (rank == culprit) continue;
+    check(fault.peer == culprit, "fault %s, rank %d: peer %d, expected %d", name, rank, fault.peer,
+          culprit);
+    if (status != ALLNORM_DIVERGED) {
+      check_nan(last, rank, name);
+      continue;
+    }
+    const int64_t tokens = rowless ? 0 : theirs.num_tokens;
+    check(fault.seen_op == op && fault.seen_tokens == static_cast<uint32_t>(tokens) &&
+              (fault.seen_shape == kMissingCall) == (kind == Fault::kMissingCall),
+          "fault %s, rank %d: seen operation %u of %u tokens, shape %x", name, rank, fault.seen_op,
+          fault.seen_tokens, fault.seen_shape);
+  }
+}
+
+TEST(missing_peers_and_different_calls) {
+  const AllnormCall one_shot = norm_call(ALLNORM_ONE_SHOT, 4, 256);
+  const AllnormCall two_shot = norm_call(ALLNORM_TWO_SHOT, 4, 256);
+  const AllnormCall quantized = norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_PER_GROUP, 32);
+  for (const Fault kind : {Fault::kNeverComes, Fault::kOtherRows, Fault::kOtherRounding}) {
+    for (const AllnormCall& call : {one_shot, two_shot, sharded_call(4, 256)}) {
+      test_fault<3>(kind, call, 1);
+    }
+  }
+  for (const bool normed : {false, true}) {
+    for (const Fault kind : {Fault::kNeverComes, Fault::kOtherQuantization}) {
+      test_fault<3>(kind, quantized, 1, normed);
+      test_fault<3>(kind, sharded_call(4, 256, ALLNORM_QUANT_PER_GROUP), 1, normed);
+    }
+    for (uint64_t seed = 0; seed < 4; ++seed) {
+      AllnormCall nvfp4 = norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_NVFP4);
+      if (seed < 2) nvfp4 = sharded_call(4, 256, ALLNORM_QUANT_NVFP4);
+      if (seed % 2 == 0) nvfp4.flags |= ALLNORM_SWIZZLED_SCALES;
+      test_fault<3>(Fault::kNeverComes, nvfp4, seed, normed);
+    }
+  }
+}
+
+// In rows of 120 elements some lanes of a warp have no pack. Only the other lanes know that a rank
+// which answers the roll call sends nothing.
+TEST(peers_that_send_nothing_or_die) {
+  const AllnormCall one_shot = norm_call(ALLNORM_ONE_SHOT, 4, 120);
+  for (uint64_t seed = 0; seed < 12; ++seed) test_fault<3>(Fault::kSendsNothing, one_shot, seed);
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    for (const Fault kind : {Fault::kDiedBefore, Fault::kDiedAmid, Fault::kDiedAfter}) {
+      test_fault<3>(kind, one_shot, seed);
+      test_fault<3>(kind, sharded_call(4, 120), seed);
+    }
+  }
+}
+
+std::vector<AllnormCall> calls_of_every_kind() {
+  AllnormCall gather = norm_call(ALLNORM_TWO_SHOT, 7, 256);
+  gather.op = ALLNORM_ALL_GATHER_ROWS;
+  return {norm_call(ALLNORM_ONE_SHOT, 4, 256),
+          norm_call(ALLNORM_ONE_SHOT, 4, 256, 0, ALLNORM_QUANT_PER_GROUP, 32),
+          norm_call(ALLNORM_TWO_SHOT, 4, 256),
+          norm_call(ALLNORM_TWO_SHOT, 200, 256),
+          sharded_call(7, 256),
+          sharded_call(7, 256, ALLNORM_QUANT_PER_GROUP),
+          gather};
+}
+
+TEST(missing_calls) {
+  for (const AllnormCall& call : calls_of_every_kind()) {
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+      for (const Fault kind : {Fault::kMissingCall, Fault::kNoRows}) {
+        test_fault<2>(kind, call, seed);
+        test_fault<3>(kind, call, seed, true, 3);
+      }
+    }
+  }
+}
+
+// Calls without rows on every rank are ordinary operations: the calls around them are correct.
+template <int kWorldSize>
+void test_calls_without_rows(const AllnormCall& call, uint64_t seed) {
+  Random random(seed);
+  FiberGroup group(kWorldSize, 0xfffffffe, kNever);
+  std::vector<Operation> operations;
+  for (int i = 0; i < 3; ++i) operations.push_back(make_operation(kWorldSize, random, call, true));
+  shim::Machine machine(kWorldSize, seed);
+  group.share_with(machine);
+  for (size_t i = 0; i < operations.size(); ++i) {
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      for (size_t k = 0; k <= i; ++k) {
+        launch_without_rows<kWorldSize>(
+            machine, rank, rowless_params(group.configs[r], call_tag(call, 0), &group.faults[r]));
+      }
+      launch<kWorldSize, Bfloat16>(machine, group.configs[r], operations[i], &group.faults[r]);
+    }
+  }
+  run_to_end(machine, "calls without rows", seed);
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    const AllnormFault& fault = group.faults[static_cast<size_t>(rank)];
+    check(fault.status == ALLNORM_OK, "rank %d: status %d after calls without rows", rank,
+          fault.status);
+    for (size_t i = 0; i < operations.size(); ++i) {
+      compare(operations[i], rank, static_cast<int>(i));
+    }
+  }
+}
+
+TEST(calls_without_rows) {
+  for (const AllnormCall& call : calls_of_every_kind()) {
+    if (is_quantized(call)) continue;
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+      test_calls_without_rows<2>(call, seed);
+      test_calls_without_rows<3>(call, seed);
+    }
+  }
 }
 
 }  // namespace

@@ -372,25 +372,18 @@ TEST(alignment) {
   good.scale = Rank::tensor(6) + 4;  // scales only need 4 bytes
   good.scale_row_stride = good.scale_group_stride = 1;
   check(rank.run(good) == ALLNORM_OK, "good: %s", allnorm_last_error());
-  const struct {
-    size_t pointer;  // offset in AllnormCall
-    const char* words;
-  } tensors[] = {{offsetof(AllnormCall, x), "x is at"},
-                 {offsetof(AllnormCall, residual), "residual is at"},
-                 {offsetof(AllnormCall, weight), "weight is at"},
-                 {offsetof(AllnormCall, out), "out is at"},
-                 {offsetof(AllnormCall, residual_out), "residual_out is at"},
-                 {offsetof(AllnormCall, quantized), "quantized is at"}};
-  for (const auto& [pointer, words] : tensors) {
-    for (const int64_t off : {2, 8}) {
-      AllnormCall call = good;
-      char* const address = reinterpret_cast<char*>(&call) + pointer;
-      int64_t value;
-      memcpy(&value, address, sizeof(value));
-      value += off;
-      memcpy(address, &value, sizeof(value));
+  for (const int64_t off : {2, 8}) {
+    AllnormCall call = good;
+    const struct {
+      void* pointer;
+      const char* words;
+    } tensors[] = {{&call.x, "x is at"},           {&call.residual, "residual is at"},
+                   {&call.weight, "weight is at"}, {&call.residual_out, "residual_out is at"},
+                   {&call.out, "out is at"},       {&call.quantized, "quantized is at"}};
+    for (const auto& [pointer, words] : tensors) {
+      call = good;
+      *static_cast<char**>(pointer) += off;
       check_refused(rank, call, words);
-      check(error_has("multiple"), "the error is: %s", allnorm_last_error());
     }
   }
   for (int64_t AllnormCall::* const stride :
