@@ -1,6 +1,5 @@
 // The CUDA kernels with simulated GPUs (tests/shim): every transport, variant and dtype at several
 // world sizes, compared with the numerics page bit for bit, in random interleavings.
-#include <utility>
 #include <vector>
 
 #include "tests/cuda_ranks.h"
@@ -11,18 +10,13 @@ namespace {
 using namespace testing;  // NOLINT: a test
 
 template <int kWorldSize>
-void test_operations(std::vector<Operation> operations, uint64_t seed, uint32_t first_op) {
-  run_operations<kWorldSize, AllKernels, Float32, Float16, Bfloat16>(operations, seed, first_op);
-}
-
-template <int kWorldSize>
 void test_random(uint64_t seed, int num_operations, uint32_t first_op) {
   Random random(seed);
   std::vector<Operation> operations;
   for (int i = 0; i < num_operations; ++i) {
     operations.push_back(make_operation(kWorldSize, random));
   }
-  test_operations<kWorldSize>(std::move(operations), seed, first_op);
+  run_operations<kWorldSize, AllKernels, Float32, Float16, Bfloat16>(operations, seed, first_op);
 }
 
 // Groups wider than a warp, or than a block in the widest clusters: their maximum is reduced over
@@ -48,7 +42,8 @@ void test_wide_groups(uint64_t seed) {
       operations.push_back(std::move(op));
     }
   }
-  test_operations<kWorldSize>(std::move(operations), seed, static_cast<uint32_t>(seed));
+  run_operations<kWorldSize, AllKernels, Float32, Float16, Bfloat16>(operations, seed,
+                                                                     static_cast<uint32_t>(seed));
 }
 
 TEST(random_operations) {

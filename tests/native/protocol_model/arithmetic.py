@@ -72,7 +72,7 @@ class Arithmetic:
         words = library.model_tested_words()
         self.tested_words = frozenset(word for word in range(4) if words >> word & 1)
         self.reached = self._compare(lambda seen, op: library.model_reached(seen, op))
-        nan_e4m3, canonical = library.model_nan_e4m3(), _word(library.model_canonical_word())
+        nan_e4m3, canonical = library.model_nan_e4m3(), library.model_canonical_word() % (1 << 32)
         # The word stored for NaN, by its contents: 16- or 32-bit numbers, four e4m3 numbers, the
         # float32 scale of a 16-bit row, or four e2m1 numbers with their scale. The kernels' stores
         # are checked by csrc/tests/cuda_accesses_test.cpp.
@@ -111,7 +111,3 @@ class Arithmetic:
             uses = sum(place.slots == slots for place in places)
             places.append(SlotPlace(slots, uses, bool(hands_back), since))
         return places
-
-
-def _word(number: int) -> int:
-    return number % (1 << 32)

@@ -51,9 +51,6 @@ class Setting:
     def bits_of(self, k: int) -> str:
         return self.bits if isinstance(self.bits, str) else self.bits[k]
 
-    def shift_of(self, k: int) -> int:
-        return self.shift[k] if self.shift else 0
-
 
 class Word(NamedTuple):
     """The value in a slot: the data of an operation and a rank, or a NaN of the same bits."""
@@ -160,7 +157,8 @@ class Kernels:
         def slot(receiver: int, source: int) -> Any:
             world_size = self.setting.world_size
             place = {"partial": source, "finished": world_size, "scale": world_size + 1}[step.where]
-            place = (place + self.setting.shift_of(k)) % self._places()
+            shift = self.setting.shift[k] if self.setting.shift else 0
+            place = (place + shift) % self._places()
             return ("slot", receiver, self._slot_places[k].slots, place)
 
         def word(source: int) -> Word:

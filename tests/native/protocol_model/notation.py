@@ -16,10 +16,6 @@ _INSTRUCTION = re.compile(
 )
 
 
-def access_of(order: str | None, scope: str | None) -> Access:
-    return Access(order or "weak", _SCOPES[scope] if scope else None)
-
-
 def parse(*columns: str, data_dependent: bool = False) -> tuple[Program, dict[str, Event]]:
     """Parses threads such as `"A: st.relaxed.sys x 1; ld.acquire.sys r1 y"`.
 
@@ -70,7 +66,7 @@ def _instruction(program: Program, thread: Thread, text: str, reads: dict[str, E
     match = _INSTRUCTION.fullmatch(text)
     if match is None:
         raise ValueError(f"not an instruction: {text!r}")
-    access = access_of(match["order"], match["scope"])
+    access = Access(match["order"] or "weak", _SCOPES.get(match["scope"]))
     operands = (match["operands"] or "").split()
     if match["verb"] == "fence":
         return program.fence(thread, access)
