@@ -24,11 +24,6 @@ from allnorm.compile.shapes import (
 Add = Callable[..., Node]
 
 
-def results_of(graph: Graph) -> list[Node]:
-    """Returns the nodes that a graph returns, each once."""
-    return list(dict.fromkeys(occurrences(graph)))
-
-
 def occurrences(graph: Graph) -> list[Node]:
     """Returns the nodes that a graph returns, in order, with repetitions."""
     found: list[Node] = []
@@ -42,7 +37,7 @@ def keep_aliasing(
     before: Sequence[Tensor | None],
     inputs: Mapping[object, tuple[Node, Tensor]],
 ) -> str:
-    """Makes the results share memory exactly where they did before the rewrite.
+    """Makes the results share memory exactly as before the rewrite.
 
     Args:
         graph: the graph; it is changed.
@@ -51,7 +46,7 @@ def keep_aliasing(
         inputs: by storage, each input of the graph and its fake tensor.
 
     Returns:
-        The reason why that is impossible, in which case the graph must be discarded; else empty.
+        Why this is impossible, or "". If it is impossible, the graph must be discarded.
     """
     output, nodes = graph.output_node(), occurrences(graph)
     roots = dict(inputs)
@@ -63,10 +58,11 @@ def keep_aliasing(
         shapes.describe(node)
         return node
 
-    known = [index for index, tensor in enumerate(before) if storage_of(tensor) is not None]
-    for index in sorted(known, key=lambda index: -_size(before[index])):
-        node, theirs, mine = nodes[index], before[index], shapes.of(nodes[index])
-        if mine is None or theirs is None:
+    known = [(index, t) for index, t in enumerate(before) if t is not None]
+    # Larger tensors first: the others may be views of them.
+    for index, theirs in sorted(known, key=lambda item: -(static_size(elems(item[1].shape)) or 0)):
+        node, mine = nodes[index], shapes.of(nodes[index])
+        if mine is None or storage_of(theirs) is None:
             continue
         alike, storage = same_layout(mine, theirs), storage_of(theirs)
         if storage in roots:
@@ -93,10 +89,6 @@ def keep_aliasing(
     return ""
 
 
-def _size(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else static_size(elems(tensor.shape)) or 0
-
-
 def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
     """Returns a view of `root` that has the layout of `tensor`; None if there is none.
 
@@ -109,13 +101,8 @@ def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
         return root
     sizes = [static_size(size) for size in tensor.shape]
     whole = statically_known_true(elems(looks.shape) == elems(tensor.shape))
-    if (
-        at_once
-        and whole
-        and is_contiguous(looks)
-        and is_contiguous(tensor)
-        and sizes.count(None) < 2
-    ):
+    is_reshaped = at_once and whole and is_contiguous(looks) and is_contiguous(tensor)
+    if is_reshaped and sizes.count(None) < 2:
         shape = [-1 if size is None else size for size in sizes]
         return add(torch.ops.aten.view.default, root, shape)
     strides = [static_size(stride) for stride in tensor.stride()]
@@ -126,5 +113,5 @@ def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
 
 
 def view_of(root: Tensor, sizes: list[int], strides: list[int], offset: int) -> Tensor:
-    """Returns a view of `root` that begins `offset` elements after its first one."""
+    """Returns a view of `root` that begins at its element `offset`."""
     return root.as_strided(sizes, strides, root.storage_offset() + offset)

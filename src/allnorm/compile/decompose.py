@@ -39,7 +39,8 @@ def find(node: Node, table: Decompositions) -> Callable[..., Any] | None:
     """Returns the function that computes a node's result from its arguments; None if unknown.
 
     The wrapper that makes a mutating operator functional returns the operator's own results and
-    then the new values of the changed arguments, in their order. So does the function for it.
+    then the new values of the changed arguments, in their order. So does the function for the
+    wrapper.
     """
     if not table or node.op != "call_function":
         return None
@@ -92,15 +93,14 @@ def evaluate(
 ) -> tuple[Value, list[Value]]:
     """Returns the result of a decomposed node, and the expressions computed inside the function.
 
+    Raises NotUnderstood if the function cannot be traced, or changes its arguments.
+
     Args:
         operands: the operands of the graph that the node is in.
         node: the node.
         function: the function that computes the node's result.
         evaluator_of: returns a function that evaluates the nodes of a trace, given the trace and a
             function that returns the expressions of its nodes.
-
-    Raises:
-        NotUnderstood: the function cannot be traced, or changes its arguments.
     """
     sources = [source for source in node.all_input_nodes if operands.shapes.of(source) is not None]
     traced = _trace(operands, node, function, sources)
@@ -117,14 +117,12 @@ def evaluate(
     if isinstance(output, Node):
         return held[output], on_the_way
     assert isinstance(output, tuple | list)
-    results = [_result(operands, node, held, item) for item in output]
+    inputs = tuple(map(operands.held, node.all_input_nodes))
+    results = [
+        held[item] if isinstance(item, Node) else operands.algebra.opaque(inputs, None)
+        for item in output
+    ]
     return operands.algebra.make("tuple", tuple(results), node, None), on_the_way
-
-
-def _result(operands: Operands, node: Node, held: dict[Node, Value], item: Any) -> Value:
-    if isinstance(item, Node):
-        return held[item]
-    return operands.algebra.opaque(tuple(map(operands.held, node.all_input_nodes)), None)
 
 
 def _trace(

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from allnorm.compile import decompose
-from allnorm.compile.expressions import Algebra, NotUnderstood, Value
+from allnorm.compile.expressions import NotUnderstood, Value
 from allnorm.compile.operands import Operands
 from allnorm.compile.rules import MODULES, RULES
 from allnorm.compile.shapes import Shapes
 from allnorm.compile.vocabulary import module_of, not_plain, operation, state_of
 
 
+@dataclass
 class Evaluator(Operands):
     """Evaluates single nodes, by the rules of `allnorm.compile.rules`.
 
-    The arguments are those of `Operands`, then functions that compute the results of custom
-    operators.
-
     Attributes:
+        decompositions: functions that compute the results of custom operators.
         on_the_way: expressions computed inside such a function, by the node that it computes.
     """
 
-    def __init__(
-        self,
-        algebra: Algebra,
-        shapes: Shapes,
-        held: Callable[[Node], Value],
-        parameter: Callable[[str, Tensor], Value],
-        decompositions: decompose.Decompositions,
-    ) -> None:
-        super().__init__(algebra, shapes, held, parameter)
-        self.on_the_way: dict[Node, list[Value]] = {}
-        self._decompositions = decompositions
+    decompositions: decompose.Decompositions
+    on_the_way: dict[Node, list[Value]] = field(default_factory=dict)
 
     def _inside(self, module: GraphModule, held: Callable[[Node], Value]) -> Evaluator:
         """Returns an evaluator for the trace of a function that computes a node's result."""
@@ -47,7 +37,7 @@ class Evaluator(Operands):
         """Returns the node's result; for an in-place call, its first argument's new contents."""
         note = ""
         try:
-            function = decompose.find(node, self._decompositions)
+            function = decompose.find(node, self.decompositions)
             if function is not None:
                 self._check_plain(node)
                 value, self.on_the_way[node] = decompose.evaluate(

@@ -1,9 +1,9 @@
 """Describes a tensor's contents as an expression in float32 arithmetic with explicit roundings.
 
-PyTorch computes on 16-bit tensors in float32 and rounds each result; types are promoted in between.
-``add`` of two bfloat16 tensors is therefore ``round(add(up(a), up(b)))``. The rounding mode of a
-norm follows from the positions of ``round``. An expression describes the rows of a tensor in order,
-so reshapes that keep the last dimension do not appear.
+PyTorch converts 16-bit operands to float32, computes in float32 and rounds each result. ``add`` of
+two bfloat16 tensors is therefore ``round(add(up(a), up(b)))``. The rounding mode of a norm follows
+from the positions of ``round``. An expression describes the rows of a tensor in order, so reshapes
+that keep the last dimension do not appear.
 
 | op | meaning |
 |---|---|
@@ -31,57 +31,50 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any, overload
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from allnorm.compile.shapes import FP8, HALF
 
-_FLOAT32_CONST = torch.float32
-
 
 class NotUnderstood(Exception):  # noqa: N818 - not an error: the node stays opaque
     """A node cannot be expressed and becomes opaque; the text, if any, goes into the report."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Value:
     """One expression.
 
     Attributes:
-        op: as in the table above.
+        op: the operation, as in the table above.
         args: its operands.
         attr: the operation's attribute, as in the table above.
         dtype: the dtype of the tensors that hold it; None for a tuple or an unknown dtype.
+        order: the number of expressions that were made before it.
         column: whether it has one element per row.
-        note: the reason for the report why the pass does not understand more of it.
+        note: why the pass cannot use more of it, for the report.
         users: expressions that have it as an operand.
-        definers: nodes whose result it is, or that store it.
-        holders: nodes whose tensor holds it at some time.
+        definers: nodes that compute it, or compute it inside a decomposed operator.
+        holders: nodes whose tensors hold it.
         readers: (node, its argument) for each read.
         questions: (node, its argument) for each call that only queries shapes or dtypes.
     """
 
-    __slots__ = (
-        *("args", "attr", "column", "definers", "dtype", "holders", "note", "op", "order"),
-        *("questions", "readers", "users"),
-    )
-
-    def __init__(
-        self, op: str, args: tuple[Value, ...], attr: Any, dtype: torch.dtype | None, order: int
-    ) -> None:
-        self.op = op
-        self.args = args
-        self.attr = attr
-        self.dtype = dtype
-        self.order = order
-        self.column = False
-        self.note = ""
-        self.users: list[Value] = []
-        self.definers: list[Node] = []
-        self.holders: list[Node] = []
-        self.readers: list[tuple[Node, Node]] = []
-        self.questions: list[tuple[Node, Node]] = []
+    op: str
+    args: tuple[Value, ...]
+    attr: Any
+    dtype: torch.dtype | None
+    order: int
+    column: bool = False
+    note: str = ""
+    users: list[Value] = field(default_factory=list)
+    definers: list[Node] = field(default_factory=list)
+    holders: list[Node] = field(default_factory=list)
+    readers: list[tuple[Node, Node]] = field(default_factory=list)
+    questions: list[tuple[Node, Node]] = field(default_factory=list)
 
     def other(self, operand: Value) -> Value:
         """Returns the other operand of a commutative operation."""
@@ -93,21 +86,19 @@ class Value:
         for value in pending:
             if value is origin:
                 return True
-            # Operands are made before what is computed from them.
+            # An expression is made after its operands.
             newer = [operand for operand in value.args if operand.order >= origin.order]
             pending += [operand for operand in newer if operand not in seen]
             seen.update(newer)
         return False
 
     def __repr__(self) -> str:
-        inside = ", ".join(
-            [*map(repr, self.args), *([] if self.attr is None else [str(self.attr)])]
-        )
-        return f"{self.op}({inside})"
+        attr = [] if self.attr is None else [str(self.attr)]
+        return f"{self.op}({', '.join([*map(repr, self.args), *attr])})"
 
 
 class Algebra:
-    """Makes expressions in a normal form, each only once. Applies only exact identities."""
+    """Makes expressions in a normal form, each only once. Simplifies only where that is exact."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Value] = {}
@@ -119,7 +110,7 @@ class Algebra:
         return self._by_op.get(op, [])
 
     def find(self, op: str, args: tuple[Value, ...], attr: Any = None) -> Value | None:
-        """Returns an expression if the graph has it, else None."""
+        """Returns the expression with these parts; None if it was not made."""
         return self._made.get((op, args, attr))
 
     def make(
@@ -131,11 +122,9 @@ class Algebra:
     ) -> Value:
         """Returns the expression with these parts, without simplification."""
         key = (op, args, attr)
-        value = self._made.get(key)
-        if value is None:
-            value = self._new(op, args, attr, dtype)
-            self._made[key] = value
-        return value
+        if key not in self._made:
+            self._made[key] = self._new(op, args, attr, dtype)
+        return self._made[key]
 
     def _new(self, op: str, args: tuple[Value, ...], attr: Any, dtype: torch.dtype | None) -> Value:
         self._count += 1
@@ -150,14 +139,14 @@ class Algebra:
         return value
 
     def opaque(self, args: tuple[Value, ...], dtype: torch.dtype | None, note: str = "") -> Value:
-        """Makes an expression that is not understood and equals no other."""
+        """Makes an unknown expression, which equals no other."""
         value = self._new("opaque", args, None, dtype)
         value.note = note
         return value
 
     def const(self, number: float) -> Value:
         """Returns the expression of a Python number; -0.0 differs from 0.0."""
-        return self.make("const", (), number.hex(), _FLOAT32_CONST)
+        return self.make("const", (), number.hex())
 
     def up(self, value: Value) -> Value:
         """Returns a tensor's values converted to float32, which is exact."""
@@ -197,7 +186,7 @@ class Algebra:
 
     def clamp(self, value: Value, low: float | None, high: float | None) -> Value:
         """Returns the value limited to at least `low`, then at most `high`; NaN stays NaN."""
-        low, high = as_float32(low), as_float32(high)
+        low, high = (None if bound is None else as_float32(bound) for bound in (low, high))
         if value.op == "clamp" and high is not None and low is None and value.attr[1] is None:
             value, low = value.args[0], value.attr[0]
         return self.make("clamp", (value,), (low, high))
@@ -210,18 +199,12 @@ class Algebra:
             return self.make("rsqrt", a.args)
         return self.make(op, (a,))
 
-    def over_last(self, op: str, a: Value, size: Any) -> Value:
-        """Returns `mean`, `sum` or `amax` over the last dimension."""
-        return self.make(op, (a,), size)
-
     def binary(self, op: str, a: Value, b: Value) -> Value:
         """Returns `add`, `mul`, `div` or `pow` of two expressions."""
         number = number_of(b)
         if op in ("add", "mul") and number_of(a) is not None and number is None:
             a, b, number = b, a, number_of(a)
-        if (
-            op in ("mul", "div") and number == 1.0
-        ):  # PyTorch computes 1.0 / x as reciprocal(x) * 1.0
+        if op in ("mul", "div") and number == 1.0:  # also 1.0 / x, as reciprocal(x) * 1.0
             return a
         if op == "mul" and a is b:
             return self.unary("square", a)
@@ -247,13 +230,9 @@ def _fits(value: Value, dtype: torch.dtype) -> bool:
     return value.op == "up" and value.args[0].dtype == dtype
 
 
-@overload
-def as_float32(number: float) -> float: ...
-@overload
-def as_float32(number: float | None) -> float | None: ...
-def as_float32(number: float | None) -> float | None:
+def as_float32(number: float) -> float:
     """Returns a number rounded to float32."""
-    return None if number is None else ctypes.c_float(number).value
+    return ctypes.c_float(number).value
 
 
 def number_of(value: Value) -> float | None:

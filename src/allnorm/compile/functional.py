@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
 from allnorm.compile import guards
-from allnorm.compile.aliasing import keep_aliasing, results_of
+from allnorm.compile.aliasing import keep_aliasing, occurrences
 from allnorm.compile.reductions import Reduction, op_name
 from allnorm.compile.shapes import Shapes, is_contiguous, same_shape, static_size, storage_of
 from allnorm.compile.values import memories
@@ -483,7 +483,7 @@ class _Recorder(_Runner):
         return functional_call(called, lifted, args, kwargs)
 
     def _output(self, n: Node) -> tuple[Any, ...]:
-        self.results = {node: self.env[node] for node in results_of(n.graph)}
+        self.results = {node: self.env[node] for node in occurrences(n.graph)}
         for node, value in self.results.items():
             if isinstance(value, tuple | list | dict):
                 raise NotFunctional(f"it returns {node}, which is not a tensor")

@@ -1,7 +1,7 @@
-"""Checks that a rewritten graph makes at each run, for the assumptions that the fusion made.
+"""Checks of the assumptions of the fusion, which a rewritten graph runs each time.
 
-Graphs call these functions. A tracer may run them on fake tensors, so they only query sizes, and
-compare memory only of real tensors.
+A tracer may run these functions on fake tensors. They therefore only query sizes, and compare the
+memory of real tensors only.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from torch.fx.node import has_side_effect
 def check_inputs(
     tensors: Sequence[Tensor], written: int, sized: Sequence[Tensor], rule: str
 ) -> None:
-    """Raises unless the inputs of a graph meet the assumptions that it was fused for.
+    """Raises ValueError unless the inputs of a graph meet the assumptions of the fusion.
 
     Args:
         tensors: the inputs; the inputs that the graph writes come first.
-        written: number of tensors, from the first, that must share no memory with any other.
+        written: number of inputs that the graph writes. They must share no memory with others.
         sized: the inputs whose sizes are checked.
         rule: the conditions on their `sizes_of`, in the form of PyTorch's guards, with sizes
             L['t0'], L['t1'], ...
-
-    Raises:
-        ValueError: an assumption does not hold.
     """
     sizes = {f"t{index}": size for index, size in enumerate(sizes_of(sized))}
     if rule and not eval(_compiled(rule), SYMPY_INTERP, {"L": sizes}):
@@ -74,9 +71,9 @@ def rule_of(
 def rule_of_tracer(sizes: Sequence[Any]) -> str:
     """Returns the guards on the `sizes_of` inputs that the tracer of a graph relied on.
 
-    A graph of `make_fx` does not check them when it runs, and may be correct where they do not
-    hold, because operators take sizes from their arguments. A fused graph may not be: the pass
-    compared shapes under these guards. Guards on other symbols are left to the tracer.
+    A graph of `make_fx` does not check them, and may be correct where they do not hold, because
+    operators take sizes from their arguments. A fused graph may be wrong there, because the pass
+    compared shapes under these guards. Guards on other symbols are the tracer's responsibility.
     """
     symbolic = [size.node for size in sizes if isinstance(size, torch.SymInt)]
     if not symbolic:
@@ -91,11 +88,7 @@ _LOWER_BOUND = re.compile(r"2 <= L\['t\d+'\]")
 
 
 def check_values(values: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Raises unless a graph computes the numbers that are constants of a fused call.
-
-    Raises:
-        ValueError: a number differs.
-    """
+    """Raises ValueError unless a graph computes the numbers that are constants of a fused call."""
     for value, wanted in zip(values, expected, strict=True):
         if (tuple(value) if isinstance(value, torch.Size | list) else value) != wanted:
             raise ValueError(
@@ -118,11 +111,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         return False
     if torch._is_functional_tensor(a) or torch._is_functional_tensor(b):
         return False
-    return _first(a) < _end(b) and _first(b) < _end(a) and a.device == b.device
-
-
-def _first(tensor: Tensor) -> int:
-    return tensor.data_ptr()
+    is_apart = a.data_ptr() >= _end(b) or b.data_ptr() >= _end(a)
+    return a.device == b.device and not is_apart
 
 
 def _end(tensor: Tensor) -> int:

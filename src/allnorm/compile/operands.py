@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,36 +15,30 @@ from allnorm.compile.expressions import Algebra, NotUnderstood, Value
 from allnorm.compile.shapes import FLOATS, Shapes, elems, leads_to, same_shape, static_size
 
 
+@dataclass
 class Operands:
     """The tensors of a graph's nodes as expressions.
 
-    Args:
-        algebra: where expressions are made.
+    Attributes:
+        algebra: makes the expressions.
         shapes: the graph's shapes.
-        held: returns the expression that a node's tensor holds now.
+        held: returns the expression that a node's tensor holds.
         parameter: returns the expression of a parameter of a called module, by its path.
     """
 
-    def __init__(
-        self,
-        algebra: Algebra,
-        shapes: Shapes,
-        held: Callable[[Node], Value],
-        parameter: Callable[[str, Tensor], Value],
-    ) -> None:
-        self.algebra = algebra
-        self.shapes = shapes
-        self.held = held
-        self.parameter = parameter
+    algebra: Algebra
+    shapes: Shapes
+    held: Callable[[Node], Value]
+    parameter: Callable[[str, Tensor], Value]
 
     def node(self, value: Any) -> Node:
-        """Returns an argument, which must be a node."""
+        """Returns an argument if it is a node. Raises otherwise."""
         if not isinstance(value, Node):
             raise NotUnderstood
         return value
 
     def out(self, node: Node) -> Tensor:
-        """Returns a node's result, which must have a floating-point dtype that the pass knows."""
+        """Returns a node's result. Raises unless it is float32, float16 or bfloat16."""
         out = self.shapes.of(node)
         if out is None:
             raise NotUnderstood
@@ -52,7 +47,7 @@ class Operands:
         return out
 
     def tensor(self, operand: Any, node: Node) -> tuple[Value, Tensor]:
-        """Returns a tensor operand in float32 arithmetic."""
+        """Returns a tensor operand's expression in float32, and its fake tensor."""
         tensor = self.shapes.of(operand) if isinstance(operand, Node) else None
         if tensor is None:
             raise NotUnderstood
@@ -89,7 +84,7 @@ _SYMBOL = (
 def _is_symbolic(shapes: Shapes, operand: Any) -> bool:
     """Returns whether an operand is a number that is unknown until the graph runs.
 
-    In Inductor's graphs such numbers are float64 scalars on the CPU, or computed from them.
+    In Inductor's graphs such numbers are float64 scalars, or results computed from them.
     """
     if not isinstance(operand, Node):
         return False
@@ -110,7 +105,7 @@ _EXPECTED_DTYPES = "expected float32, float16 or bfloat16"
 
 
 def _broadcasts(shape: Any, out: Any, *, column: bool) -> bool:
-    """Returns whether an operand has the shape of the result, of one column or of one row of it."""
+    """Returns whether an operand has the shape of the result, or of a column or row of it."""
     if same_shape(shape, out) or all(static_size(size) == 1 for size in shape):
         return True
     if leads_to(shape, out) and len(shape) > 1:

@@ -4,8 +4,7 @@
     scale = div(clamp(amax, 1e-10, None), 448)
     q     = round(clamp(div(y, scale), -448, 448))      the same with a static scale
 
-With a computed scale the clamp of the quotient may be missing: rounding alone then gives at most
-448.
+With a computed scale the clamp of the quotient may be missing: the rounded quotient is at most 448.
 
 Common kernels compute slightly different values. They are fused only if the caller allows it:
 
@@ -16,10 +15,10 @@ Common kernels compute slightly different values. They are fused only if the cal
 Above these bounds the scale is the same, because rounded division is monotonic. The product differs
 from the quotient by less than two float32 ulps: the reciprocal's relative error of 2^-24 is at most
 one ulp of the product, and rounding the product and the quotient adds half an ulp each. So they are
-equal or adjacent float32 numbers, unless the reciprocal is subnormal or overflows. Any other order
-or range is left to the graph.
+equal or adjacent float32 numbers, unless the reciprocal is subnormal or overflows. Other orders and
+ranges are not fused.
 
-MXFP8 and NVFP4 are found by name (compile/block_scaled.py), not by their arithmetic.
+MXFP8 and NVFP4 are found by the names of operators (compile/block_scaled.py).
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ class Quantization:
         group_size: the group size of "per_group" and "nvfp4", else 0.
         quantized: the expression of the quantized rows.
         scale: the computed scale; None for "per_tensor".
-        static: the given scale of "per_tensor" and "nvfp4".
-        inverse: the reciprocal of the given scale, if the graph multiplies by it.
-        scale_layout: the layout of the scales of "nvfp4" and MXFP8; empty: the layout of the
-            graph's tensor.
+        static: the static scale of "per_tensor" and "nvfp4".
+        inverse: the reciprocal of the static scale, if the graph multiplies by it.
+        scale_layout: the layout of the scales of "nvfp4" and MXFP8; empty for other kinds.
         scale_format: the format of the scales, as the operator takes it.
     """
 
@@ -81,7 +79,7 @@ def find_quantizations(
             computed = _is_scale(scale, rows, approximate=approximate)
             quantized = _cast(algebra, quotient, clamped=not computed)
             if quantized is not None and not quantized.holders:
-                # An operator that quantizes groups returns whole rows again.
+                # An operator that quantizes groups returns rows of the original length.
                 quantized = algebra.find("rows", (quantized,), (size, hidden_size))
             if quantized is None or not quantized.holders:
                 continue
@@ -156,7 +154,7 @@ def _cast(algebra: Algebra, quotient: Value, *, clamped: bool) -> Value | None:
 
 
 def is_quantized_otherwise(algebra: Algebra, normed: Value) -> bool:
-    """Returns whether a quantized tensor is computed from the normed one by known operations."""
+    """Returns whether known operations compute a quantized tensor from the normed one."""
     pending, seen = [algebra.up(normed)], {normed}
     for value in pending:
         if value.dtype == FP8 or value.op == "blocks":

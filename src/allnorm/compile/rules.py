@@ -1,12 +1,10 @@
 """Rules that evaluate each operation of the vocabulary to an expression.
 
-A rule takes the operands and a node. It raises NotUnderstood if the operation is used in a way that
-expressions cannot represent.
+A rule takes the operands and a node. It raises NotUnderstood if no expression describes the result.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +19,7 @@ from allnorm.compile.shapes import FLOATS, FP8, same_shape, static_size
 from allnorm.compile.vocabulary import argument, module_of, operation, plain_module
 
 _EXPECTED_DIM = "expected the last one"
+_ZEROS = ("0", "0.0", "False")  # not -0.0
 
 
 def _input(node: Node) -> Any:
@@ -78,7 +77,7 @@ def _reduce_row(e: Operands, node: Node, op: str, out: Tensor) -> Value:
     size = static_size(tensor.shape[-1])
     if size is None:
         raise NotUnderstood(f"{node} takes the {op} over a dimension of unknown size")
-    return e.algebra.round(e.algebra.over_last(op, a, size), out.dtype)
+    return e.algebra.round(e.algebra.make(op, (a,), size), out.dtype)
 
 
 def _clamp(e: Operands, node: Node) -> Value:
@@ -98,26 +97,15 @@ def _clamp(e: Operands, node: Node) -> Value:
 
 
 def _constant(e: Operands, node: Node) -> Value:
-    """Evaluates `torch.tensor(number)` and `aten.full([], number)`."""
-    out = e.out(node)
-    if operation(node) == "full":
-        number = argument(node, 1, "fill_value")
-        if out.dim() and isinstance(number, int | float) and number == 0 and _is_positive(number):
-            return e.algebra.make("zeros", (), None, out.dtype)
-    else:
-        number = argument(node, 0, "data", "s")
+    """Evaluates `torch.tensor(number)`, `aten.full([], number)` and tensors of zeros."""
+    out, op = e.out(node), operation(node)
+    number = argument(node, 1, "fill_value") if op == "full" else argument(node, 0, "data", "s")
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if op == "zeros" or (op == "full" and out.dim() and str(number) in _ZEROS):
+        return e.algebra.make("zeros", (), None, out.dtype)
     if not is_number or out.dim() or out.dtype != torch.float32:
         raise NotUnderstood
     return e.algebra.const(float(number))
-
-
-def _is_positive(number: float) -> bool:
-    return math.copysign(1.0, number) > 0
-
-
-def _zeros(e: Operands, node: Node) -> Value:
-    return e.algebra.make("zeros", (), None, e.out(node).dtype)
 
 
 # ---- conversions, copies, views ------------------------------------------------------------------
@@ -139,7 +127,7 @@ def _same(e: Operands, node: Node) -> Value:
 
 
 def _copy(e: Operands, node: Node) -> Value:
-    """Evaluates `copy(target, source)`: the source in the target's dtype."""
+    """Evaluates `copy(target, source)`, the source in the target's dtype."""
     source = e.node(argument(node, 1, "src", "other"))
     a, tensor = e.tensor(source, node)
     into = e.shapes.of(e.node(_input(node)))
@@ -175,13 +163,11 @@ def _dropout(e: Operands, node: Node) -> Value:
 
 
 def _select(e: Operands, node: Node) -> Value:
-    """Evaluates `tensor.select(1, index)` of three dimensions: one of each token's rows."""
-    dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
-    return _row(e, node, dim, index)
+    return _row(e, node, argument(node, 1, "dim"), argument(node, 2, "index"))
 
 
 def _slice(e: Operands, node: Node) -> Value:
-    """Evaluates a slice of a whole dimension, as tracers record `x[:]` with symbolic sizes."""
+    """Evaluates a slice of a whole dimension, which tracers record for `x[:]`."""
     start, step = argument(node, 2, "start"), argument(node, 4, "step", default=1)
     if start not in (None, 0) or step != 1 or argument(node, 3, "end") not in (None, sys.maxsize):
         raise NotUnderstood
@@ -189,11 +175,12 @@ def _slice(e: Operands, node: Node) -> Value:
 
 
 def _row(e: Operands, node: Node, dim: Any, index: Any) -> Value:
+    """Evaluates `tensor.select(1, index)` of three dimensions: one of each token's rows."""
     source = e.node(_input(node))
     tensor = e.shapes.of(source)
-    if tensor is None or tensor.dim() != 3 or dim not in (1, -2) or not isinstance(index, int):
-        raise NotUnderstood(f"{node} takes a part of {source}")
-    count = e.shapes.in_example(tensor.shape[1])
+    count = None
+    if tensor is not None and tensor.dim() == 3 and dim in (1, -2) and isinstance(index, int):
+        count = e.shapes.in_example(tensor.shape[1])
     if count is None:
         raise NotUnderstood(f"{node} takes a part of {source}")
     return e.algebra.choice(e.held(source), (index % count, count))
@@ -227,7 +214,7 @@ def _rms_norm(e: Operands, node: Node) -> Value:
     normed = _norm(e, node, shape, gain, argument(node, 3, "eps"))
     if not isinstance(e.shapes.any_of(node), tuple | list):
         return normed
-    rstd = e.algebra.opaque((normed,), torch.float32)  # also returned by aten._fused_rms_norm
+    rstd = e.algebra.opaque((normed,), torch.float32)  # the second result of _fused_rms_norm
     return e.algebra.make("tuple", (normed, rstd), node, None)
 
 
@@ -242,12 +229,12 @@ def _norm(e: Operands, node: Node, shape: Any, gain: Value | None, eps: Any) -> 
     if size is None:
         raise NotUnderstood(f"{node} norms over a dimension of unknown size")
     if eps is None:
-        eps = torch.finfo(torch.float32).eps  # PyTorch's default: eps of the dtype it computes in
+        eps = torch.finfo(torch.float32).eps  # PyTorch's default
     e.check_known(eps, node)
     if not isinstance(eps, int | float):
         raise NotUnderstood(f"{node} has an eps that is not a number")
     make = e.algebra
-    mean = make.over_last("mean", make.unary("square", z), size)
+    mean = make.make("mean", (make.unary("square", z),), size)
     rstd = make.unary("rsqrt", make.binary("add", mean, make.const(float(eps))))
     product = make.binary("mul", z, rstd)
     if gain is not None:
@@ -259,7 +246,7 @@ def _norm(e: Operands, node: Node, shape: Any, gain: Value | None, eps: Any) -> 
 
 
 def _blocks(e: Operands, node: Node) -> Value:
-    """Evaluates the rows in MXFP8 or NVFP4, together with their scales."""
+    """Evaluates rows quantized to MXFP8 or NVFP4, together with their scales."""
     y, given, *spec = node.args
     rows, _ = e.tensor(y, node)
     operands = (rows,) if given is None else (rows, e.held(e.node(given)))
@@ -279,7 +266,7 @@ def _part(e: Operands, node: Node) -> Value:
 
 
 def _called(node: Node) -> Any:
-    """Returns the called module. Raises if it has hooks or does more than its class."""
+    """Returns the called module. Raises if it may compute something other than its class."""
     module: Any = module_of(node)
     problem = plain_module(module)
     if problem:
@@ -314,9 +301,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("square", "rsqrt", "sqrt", "reciprocal", "abs"), _unary),
     **dict.fromkeys(("mean", "sum", "amax"), _over_row),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "maximum", "minimum"), _clamp),
-    **dict.fromkeys(("tensor", "full"), _constant),
+    **dict.fromkeys(("tensor", "full", "zeros"), _constant),
     **dict.fromkeys(("same", "wait"), _same),
-    "zeros": _zeros,
     "blocks": _blocks,
     "part": _part,
     "select": _select,

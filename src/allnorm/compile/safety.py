@@ -1,4 +1,4 @@
-"""Checks that a replacement is safe: no other readers, no cyclic order, no writes to its memory."""
+"""Checks that a match is safe: no other readers, no cyclic order, no writes to its memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _ABOUT_SHAPES = {"shape", "ndim", "size", "dim", "ndimension", "numel", "nelemen
 
 
 def check_escapes(values: Values, match: Match) -> str:
-    """Returns which node reads a value that the fused call does not return, as a reason; or "".
+    """Returns why the match is impossible: a node reads a value that the call replaces; or "".
 
-    The call returns the normed tensor and the rounded sum. Everything else that is computed from
-    the reduced tensor must be used only for these results, or not at all. Otherwise the reduction
-    would have to run twice.
+    The call returns the normed tensor and the rounded sum. All other values that are computed from
+    the reduced tensor must be used only for these results, or not at all.
     """
     candidate = match.candidate
     for value in values.results_of(candidate.reduction.node):
@@ -57,7 +56,7 @@ def check_escapes(values: Values, match: Match) -> str:
 
 
 def is_answered(values: Values, question: Node) -> bool:
-    """Returns whether a question is an assertion about a tensor that is known to be true."""
+    """Returns whether a query is an assertion about a tensor that is certainly true."""
     if operation(question) or question.target is not torch.ops.aten._assert_tensor_metadata.default:
         return False
     tensor = values.shapes.of(question.all_input_nodes[0])
@@ -72,13 +71,13 @@ def is_answered(values: Values, question: Node) -> bool:
 
 
 def answer(values: Values, match: Match, question: Node, source: Node) -> Node | None:
-    """Returns an input of the call that gives the same answer to a question; None if none does."""
+    """Returns an input of the call for which a query returns the same as for `source`, or None."""
     name = question.args[1] if question.target is getattr else str(question.target)
     asked = str(name).removeprefix("aten.").removeprefix("sym_").split(".")[0]
     about = values.shapes.of(source)
     nodes = [match.candidate.reduction.x, match.x]
     if match.experts is not None and not match.late:
-        nodes.insert(0, match.residual)  # so that `x` can be removed
+        nodes.insert(0, match.residual)  # `x` may be removed
     for node in nodes:
         tensor = None if node is None else values.shapes.of(node)
         if node is None or about is None or tensor is None:
@@ -126,14 +125,14 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
 
 
 def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
-    """Returns why the calls cannot be ordered: an input of the call depends on its result; or "".
+    """Returns why the match is impossible: an input depends on a result of the same call; or "".
 
     A call needs all of its inputs for each of its results, unlike the nodes that it replaces.
     """
     position, begin = values.position, values.position[match.candidate.reduction.node]
     match.late = any(position[node] > begin and node.op != "get_attr" for node in match.inputs)
     if not match.late and not any(other.late for other in accepted):
-        return ""  # the graph's order still holds
+        return ""
     calls = {node: other for other in accepted for node in other.served_nodes(values)}
     served, seen = match.served_nodes(values), set(match.inputs)
     order = [node for node in values.ordered if node not in match.members]
@@ -154,12 +153,7 @@ def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
 
 
 def check_memory(values: Values, match: Match) -> str:
-    """Returns which node writes to the memory of the match, in a graph that is not functional."""
-    if not values.context.written:
-        return ""
+    """Returns why the match is impossible: a node writes to its memory; or ""."""
     holders = [node for value in match.candidate.values for node in value.holders]
-    for node in (*match.members, *match.inputs, *holders):
-        written = values.written_by(node)
-        if written:
-            return written
-    return ""
+    nodes = (*match.members, *match.inputs, *holders)
+    return next(filter(None, map(values.written_by, nodes)), "")

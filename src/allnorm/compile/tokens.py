@@ -1,7 +1,7 @@
 """Removes effect tokens from allnorm's calls in Inductor's graphs.
 
-AOTAutograd writes a call of an operator with effects as `with_effects(token, op, *args)`, which
-returns the next token and the results of `op`. The pass only knows calls without tokens. Inductor
+AOTAutograd replaces a call of an operator with effects by `with_effects(token, op, *args)`, which
+returns the next token and the results of `op`. The pass does not match calls with tokens. Inductor
 does not need the tokens: `allnorm.lowering` keeps such calls and their order.
 """
 
@@ -30,8 +30,8 @@ def _remove(graph: Graph, node: Node) -> None:
     is_tuple = len(target._schema.returns) > 1
     call.meta = dict(node.meta)
     if "val" in node.meta:
-        results = tuple(node.meta["val"])[1:]
-        call.meta["val"] = results if is_tuple else results[0]
+        _, *results = node.meta["val"]
+        call.meta["val"] = tuple(results) if is_tuple else results[0]
     for item in list(node.users):
         index: Any = item.args[1]
         if index and is_tuple:

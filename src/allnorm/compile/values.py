@@ -120,8 +120,10 @@ class Values:
 
     def written_by(self, node: Node) -> str:
         """Returns a text that names the node that writes to this node's memory; "" if none does."""
+        if not self.context.written:
+            return ""
         found = (self.context.written.get(memory) for memory in memories(node, self.shapes))
-        return next((text for text in found if text), "") if self.context.written else ""
+        return next(filter(None, found), "")
 
     @functools.cached_property
     def live(self) -> set[Node]:
