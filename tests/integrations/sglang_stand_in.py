@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from allnorm.integrations import sglang as plugin
-from allnorm.integrations.sglang import fusion, log, norms, start
+from allnorm.integrations.sglang import fusion, norms, start
 
 
 class PlainNorm(torch.nn.Module):
@@ -126,7 +126,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType
     name = "_pre_initialize_flashinfer_allreduce_workspace"
     monkeypatch.setattr(Runner, name, Runner.__dict__[name])
     monkeypatch.setattr(plugin, "_registered", [])
-    monkeypatch.setattr(plugin, "announcer", type(plugin.announcer)(log.logger))
+    monkeypatch.setattr(plugin, "announcer", type(plugin.announcer)(plugin.logger))
     monkeypatch.setattr(start, "announcer", plugin.announcer)
     norms.classes.cache_clear()
     yield made

@@ -1,8 +1,8 @@
-"""Evaluates custom operators through functions that compute the same.
+"""Traces functions that compute the same as custom operators.
 
-A framework's own norm is one node of the graph. The caller names a PyTorch function that computes
-the same. This module traces that function with the node's shapes and evaluates the trace like any
-other graph. The node stays in the graph unless it becomes part of a fused call.
+A framework's own norm is one node of the graph. The caller passes a PyTorch function that computes
+the same. The trace of this function is evaluated like any other graph. The node stays in the graph
+unless it becomes part of a fused call.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from allnorm.compile.expressions import NotUnderstood, Value
-from allnorm.compile.operands import Operands
-from allnorm.compile.vocabulary import qualified_name, schema_of, whole_bases, written
+from allnorm.compile.expressions import NotUnderstood
+from allnorm.compile.shapes import Shapes
+from allnorm.compile.vocabulary import qualified_name, schema_of, whole_bases
 
 UNTRACED = "is decomposed by a function that cannot be traced"
 
@@ -85,62 +85,27 @@ def _give_bases(schema: Any, kwargs: dict[str, Any], bases: list[Any]) -> list[i
     return list(places.values())
 
 
-def evaluate(
-    operands: Operands,
-    node: Node,
-    function: Callable[..., Any],
-    evaluator_of: Callable[[GraphModule, Callable[[Node], Value]], Callable[[Node], Value]],
-) -> tuple[Value, list[Value]]:
-    """Returns the result of a decomposed node, and the expressions computed inside the function.
-
-    Raises NotUnderstood if the function cannot be traced, or changes its arguments.
-
-    Args:
-        operands: the operands of the graph that the node is in.
-        node: the node.
-        function: the function that computes the node's result.
-        evaluator_of: returns a function that evaluates the nodes of a trace, given the trace and a
-            function that returns the expressions of its nodes.
-    """
-    sources = [source for source in node.all_input_nodes if operands.shapes.of(source) is not None]
-    traced = _trace(operands, node, function, sources)
-    placeholders = [inner for inner in traced.graph.nodes if inner.op == "placeholder"]
-    held = {p: operands.held(s) for p, s in zip(placeholders, sources, strict=True)}
-    evaluate_inside = evaluator_of(traced, held.__getitem__)
-    for inner in traced.graph.nodes:
-        if written(inner):
-            raise NotUnderstood(f"{node} is decomposed by a function that changes its arguments")
-        if inner.op not in ("placeholder", "output"):
-            held[inner] = evaluate_inside(inner)
-    on_the_way = [value for inner, value in held.items() if inner not in placeholders]
-    (output,) = traced.graph.output_node().args
-    if isinstance(output, Node):
-        return held[output], on_the_way
-    assert isinstance(output, tuple | list)
-    inputs = tuple(map(operands.held, node.all_input_nodes))
-    results = [
-        held[item] if isinstance(item, Node) else operands.algebra.opaque(inputs, None)
-        for item in output
-    ]
-    return operands.algebra.make("tuple", tuple(results), node, None), on_the_way
-
-
-def _trace(
-    operands: Operands, node: Node, function: Callable[..., Any], sources: list[Node]
+def trace(
+    shapes: Shapes, node: Node, function: Callable[..., Any], sources: list[Node]
 ) -> GraphModule:
+    """Returns the trace of the function for a node, as a function of some of the node's inputs.
+
+    Raises NotUnderstood if the function cannot be traced.
+    """
+
     def call(*tensors: Tensor) -> Any:
         given = dict(zip(sources, tensors, strict=True))
 
         def value(source: Node) -> Any:
-            return given.get(source, operands.shapes.any_of(source))
+            return given.get(source, shapes.any_of(source))
 
         args, kwargs = map_arg((node.args, node.kwargs), value)
         return function(*args, **kwargs)
 
-    fakes: list[Any] = [operands.shapes.of(source) for source in sources]
+    fakes: list[Any] = [shapes.of(source) for source in sources]
     try:
         # The mode makes tensors that the function creates fake, too.
-        with torch.no_grad(), operands.shapes.fake_mode or contextlib.nullcontext():
+        with torch.no_grad(), shapes.fake_mode or contextlib.nullcontext():
             return make_fx(call)(*fakes)
     except Exception as error:  # noqa: BLE001 - a caller's function may raise anything
         raise NotUnderstood(f"{node} {UNTRACED}: {error}") from None

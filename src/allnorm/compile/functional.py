@@ -95,7 +95,7 @@ class Functional:
 
     Attributes:
         module: the graph; each node has metadata.
-        inputs: its inputs, in the order of the given graph's inputs.
+        inputs: its inputs, in the given graph's order.
         results: fake tensors of the given graph's results; None for results that are not tensors.
         roots: by memory, the input or parameter with this memory and its fake tensor.
         makers: by node, the node of the given graph that it was recorded for.

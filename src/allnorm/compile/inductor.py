@@ -13,14 +13,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._higher_order_ops.effects import with_effects
+from torch.fx import Graph, Node
 
 from allnorm import config
 from allnorm._version import __version__
 from allnorm.communicator import Communicator
-from allnorm.compile import agreement, tokens
+from allnorm.compile import agreement
 from allnorm.compile.fusion import check_communicator, fuse
 from allnorm.compile.report import FusionReport
 from allnorm.core.registry import made_so_far, open_communicators
+from allnorm.ops import COLLECTIVES
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -91,7 +94,7 @@ def _pass_class() -> Any:
             self.reports: list[FusionReport] = []
 
         def __call__(self, graph: Any) -> None:
-            tokens.remove_tokens(graph)
+            _remove_tokens(graph)
             report = fuse(graph.owning_module, None, self.communicator, **self.options)
             self.reports.append(report)
             _log.info("%s", report)
@@ -122,6 +125,38 @@ def _pass_class() -> Any:
     return FusionPass
 
 
+def _remove_tokens(graph: Graph) -> None:
+    """Replaces `with_effects(token, op, *args)` by `op(*args)` for allnorm's operators.
+
+    AOTAutograd writes calls of operators with effects in this form, which returns the next token
+    and the results of `op`. The pass does not match such calls, and Inductor does not need the
+    tokens: `allnorm.lowering` keeps the calls and their order.
+    """
+    for node in graph.find_nodes(op="call_function", target=with_effects):
+        if node.args[1] in COLLECTIVES:
+            _remove_token(graph, node)
+
+
+def _remove_token(graph: Graph, node: Node) -> None:
+    given: tuple[Any, ...] = node.args
+    token, target, *arguments = given
+    with graph.inserting_before(node):
+        call = graph.call_function(target, tuple(arguments), node.kwargs)
+    is_tuple = len(target._schema.returns) > 1
+    call.meta = dict(node.meta)
+    if "val" in node.meta:
+        _, *results = node.meta["val"]
+        call.meta["val"] = tuple(results) if is_tuple else results[0]
+    for item in list(node.users):
+        index: Any = item.args[1]
+        if index and is_tuple:
+            item.args = (call, index - 1)
+        else:
+            item.replace_all_uses_with(call if index else token)
+            graph.erase_node(item)
+    graph.erase_node(node)
+
+
 @functools.cache
 def fingerprint(*packages: str) -> tuple[str, str]:
     """Returns allnorm's version and a hash of the sources of some of its packages."""
@@ -133,15 +168,15 @@ def fingerprint(*packages: str) -> tuple[str, str]:
 
 
 def _described(table: Mapping[Any, Callable[..., Any]]) -> tuple[Any, ...] | None:
-    """Returns text that describes the functions of a table; None if there is no such text."""
+    """Returns texts that describe the functions of a table; None if a text cannot describe them."""
     try:
         return tuple(sorted((str(op), _contents(function)) for op, function in table.items()))
-    except _UntoldError:
+    except _HiddenError:
         return None
 
 
-class _UntoldError(Exception):
-    """A function refers to an object whose contents no text can describe."""
+class _HiddenError(Exception):
+    """A function refers to an object that may change or hides its contents."""
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype)
@@ -149,11 +184,9 @@ _FIXED = {"torch", "math", "operator", "functools", "itertools", "builtins"}
 
 
 def _contents(value: Any, seen: tuple[Any, ...] = ()) -> str:
-    """Returns text that is different for values with which a function may compute differently.
+    """Returns a text that differs for values with which a function may compute differently.
 
-    Raises:
-        _UntoldError: the value may change later or hides its contents. An object's identity does
-            not describe its contents.
+    Raises _HiddenError if the value may change later or hides its contents.
     """
     if type(value) in _PLAIN:
         return f"{type(value).__name__} {value!r}"
@@ -177,7 +210,7 @@ def _contents(value: Any, seen: tuple[Any, ...] = ()) -> str:
         is_named = inspect.ismodule(value) or inspect.isbuiltin(value) or inspect.isclass(value)
         if is_named or isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return f"{home}.{name} {value}" if not is_named else f"{home}.{name}"
-    raise _UntoldError
+    raise _HiddenError
 
 
 def _contents_of_function(function: Any, seen: tuple[Any, ...]) -> str:
@@ -188,7 +221,7 @@ def _contents_of_function(function: Any, seen: tuple[Any, ...]) -> str:
         variables = inspect.getclosurevars(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except (ValueError, TypeError):  # a cell that is still empty, a wrapper of C
-        raise _UntoldError from None
+        raise _HiddenError from None
     names = {**variables.globals, **{name: name for name in variables.unbound}}
     names.update(_globals_inside(function.__code__, function.__globals__))
     parts = (
@@ -210,12 +243,11 @@ def _globals_inside(code: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Different in every process.
 _PROCESS = uuid.uuid4().hex
 
 
 def _settings(communicator: Communicator | None) -> tuple[str, ...]:
-    """Returns the settings that compiled code depends on, with the communicator that it names."""
+    """Returns the settings that compiled code depends on, and the communicators that exist."""
     switches = str(config.read_settings())
     if communicator is not None:
         traits = (communicator.name, communicator.world_size, communicator.device.type)

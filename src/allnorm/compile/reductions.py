@@ -198,9 +198,6 @@ _UNKNOWN_FUNCTION = (
 )
 
 
-_OTHER_ARGUMENT = "it changes an argument other than its first tensor, which it should reduce"
-
-
 def _custom(node: Node) -> Reduction:
     schema, args = schema_of(node.target), node.args
     if schema is None:
@@ -230,7 +227,9 @@ def _first_of(values: list[Any]) -> tuple[Node | None, str | None, str]:
 def _problem_of_change(changed: Sequence[str], named: dict[str, Any], x: Node | None) -> str:
     if len(changed) != 1:
         return "it changes more than one argument"
-    return "" if named.get(changed[0]) is x else _OTHER_ARGUMENT
+    if named.get(changed[0]) is not x:
+        return "it changes an argument other than its first tensor, which it should reduce"
+    return ""
 
 
 def _custom_functionalized(node: Node, target: Any) -> Reduction:

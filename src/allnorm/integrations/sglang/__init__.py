@@ -6,10 +6,14 @@ starts. No module of SGLang is imported before. docs/sglang.md lists what is hoo
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
-from allnorm.integrations.sglang.log import announcer
+from allnorm.integrations.engines import Announcer
 
+logger = logging.getLogger("allnorm.integrations.sglang")
+announcer = Announcer(logger)
 _registered: list[str] = []
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from allnorm.integrations import engines
-from allnorm.integrations.sglang import dense, engine, seams
+from allnorm.integrations.sglang import announcer, dense, engine, seams
 from allnorm.integrations.sglang.fusion import Fusion, activate, current
 from allnorm.integrations.sglang.handoff import quant_of
-from allnorm.integrations.sglang.log import announcer
 from allnorm.integrations.sglang.norms import ATTRIBUTE, NormArithmetic, arithmetic, classes
 from allnorm.integrations.sglang.seams import check_fields
 

@@ -106,12 +106,12 @@ def _registries() -> list[tuple[Any, dict[str, Any]]]:
     from transformers.distributed import expert_parallel
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    from allnorm.integrations.transformers.experts import fused_implementations
-    from allnorm.integrations.transformers.styles import fused_styles
+    from allnorm.integrations.transformers import styles
 
+    implementations = expert_parallel.EPImplementationInterface()
     return [
-        (ALL_PARALLEL_STYLES, fused_styles()),
-        (expert_parallel.EPImplementationInterface(), fused_implementations()),
+        (ALL_PARALLEL_STYLES, styles.fused_styles()),
+        (implementations, styles.fused_implementations()),
     ]
 
 

@@ -1,6 +1,6 @@
-"""Parallel styles that leave the sum over ranks to the next norm.
+"""Tensor-parallel styles and expert parallelism that leave the sum over ranks to the next norm.
 
-They replace the stock styles in the registry of transformers. They differ from the stock styles
+They replace the stock classes in the registries of transformers. They differ from the stock classes
 only in inference, and only for modules that have a site.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed import expert_parallel
 from transformers.distributed import tensor_parallel as stock
 
 import allnorm
@@ -61,6 +62,43 @@ def fused_styles() -> dict[str, Any]:
         "rowwise_split_input": FusedRowwise(input_layouts=Replicate(), output_layouts=Replicate()),
         "moe_tp_experts": FusedExperts(),
     }
+
+
+class FusedAllReduceEP(expert_parallel.AllReduceEP):
+    """The implementation `all_reduce`: every rank runs its own experts on the whole batch."""
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._experts = experts
+        link_site(experts, tp_mesh)  # tp_mesh and ep_mesh have the same ranks
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> Any:
+        """Returns a partial sum in inference; else what the stock implementation returns."""
+        site = fusing_site(self._experts)
+        if site is None:
+            return super().__call__(hidden_states, top_k_index, top_k_weights)
+        count: Any = self.num_local_experts
+        elsewhere = (top_k_index // count) != self.ep_mesh.get_local_rank()
+        index = torch.where(elsewhere, count, top_k_index % count)
+        weights = top_k_weights.masked_fill(elsewhere, 0.0)
+        return leave_sum(self.experts_forward(hidden_states, index, weights), site)
+
+
+class FusedAutoEP(expert_parallel.AutoEP):
+    """The implementation `auto`: the stock class chooses one of the other implementations."""
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        chosen: Any = self  # the type checker may not know the stock class's attributes
+        if chosen.all_reduce is not None and chosen.megamoe is None:
+            chosen.all_reduce = FusedAllReduceEP(experts, ep_mesh, tp_mesh)
+
+
+def fused_implementations() -> dict[str, Any]:
+    """Returns the entries to replace in the registry, by name."""
+    return {"auto": FusedAutoEP, "all_reduce": FusedAllReduceEP}
 
 
 def fusing_site(module: torch.nn.Module) -> Site | None:

@@ -79,7 +79,8 @@ def start(vllm_config: Any) -> None:
             return
         asked = switch.is_on(vllm_config) and compiles(vllm_config)
         if STATE.broken:
-            switch.put_back(vllm_config)
+            stock = switch.stock_default(vllm_config)
+            vllm_config.compilation_config.pass_config.fuse_allreduce_rms = stock
         if asked:
             _agree()
     except Exception as error:  # noqa: BLE001 - the engine continues without fused calls

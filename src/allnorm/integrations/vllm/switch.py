@@ -98,11 +98,6 @@ def stock_default(vllm_config: Any) -> bool:
     return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
 
 
-def put_back(vllm_config: Any) -> None:
-    """Resets the switch to vLLM's own default if the plugin had set it."""
-    vllm_config.compilation_config.pass_config.fuse_allreduce_rms = stock_default(vllm_config)
-
-
 def is_on(vllm_config: Any) -> bool:
     """Returns whether compiled graphs are fused."""
     return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
