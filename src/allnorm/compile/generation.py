@@ -26,16 +26,9 @@ except ImportError:  # not on every system
 
 
 class Generation:
-    """The word of the cache keys, and the file that stores it.
+    """The word of the cache keys, equal on all ranks, and the path of this rank's file.
 
     Creating one is collective among the ranks that compile.
-
-    Args:
-        place: the path of this rank's file.
-        verdicts: the verdicts of the ranks that compile.
-
-    Attributes:
-        word: a part of the cache keys; equal on all ranks.
     """
 
     def __init__(self, place: pathlib.Path, verdicts: Verdicts) -> None:

@@ -22,7 +22,7 @@ _named: list[Communicator] = []
 def check_group(reduction: Reduction, device: torch.device, given: Communicator | None) -> None:
     """Raises Missed, with the reason, unless there is a communicator or one can be made.
 
-    Not collective. The arguments are those of `communicator_name`.
+    Not collective. `given` is the caller's communicator.
     """
     if given is not None:
         _check_given(reduction, device, given)
@@ -56,13 +56,10 @@ def group_of(reduction: Reduction, given: Communicator | None) -> dist.ProcessGr
 def communicator_name(
     reduction: Reduction, device: torch.device, given: Communicator | None
 ) -> str:
-    """Returns the name of the communicator for a reduction; collective if it has to be made.
+    """Returns the name of the communicator for a reduction on a device. Collective if it makes one.
 
-    Args:
-        reduction: a reduction that `check_group` accepted.
-        device: the device of the tensor that it reduces.
-        given: the caller's communicator; None: the oldest open communicator of that group and
-            device, or a new one.
+    Without a communicator of the caller, this is the oldest open communicator of the reduction's
+    group and device, or a new one.
     """
     if given is not None:
         return given.name

@@ -63,9 +63,6 @@ class Shapes:
         fake_mode: the mode of the graph's fake tensors; None if there are none.
         examples: the arguments of the run; None if metadata was used instead.
         assumed: the assumptions about the sizes of real examples.
-
-    Raises:
-        ValueError: there are fewer example_inputs than the graph has inputs.
     """
 
     def __init__(

@@ -44,13 +44,6 @@ class Context:
 class Values:
     """The expressions of a graph.
 
-    Args:
-        graph: the graph; it is not changed.
-        shapes: the graph's shapes.
-        reductions: the graph's reductions.
-        decompositions: functions that compute the results of custom operators.
-        context: properties of the given graph.
-
     Attributes:
         algebra: all expressions.
         position: by node, its index in the graph.

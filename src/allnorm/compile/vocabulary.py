@@ -23,35 +23,20 @@ _NAMES = {
     "mul": "mul imul multiply __mul__ __rmul__ __imul__",
     "div": "div itruediv truediv true_divide divide __truediv__ __itruediv__",  # not __rtruediv__
     "pow": "pow ipow __pow__ __ipow__",
-    "square": "square",
-    "mean": "mean",
-    "sum": "sum",
-    "amax": "amax",
-    "max": "max",
     "abs": "abs absolute",
     "clamp": "clamp clip",
-    "clamp_min": "clamp_min",
-    "clamp_max": "clamp_max",
-    "maximum": "maximum",
-    "minimum": "minimum",
-    "rsqrt": "rsqrt",
-    "sqrt": "sqrt",
-    "reciprocal": "reciprocal",
     "cast": "to _to_copy convert_element_type float half bfloat16 type type_as",
     "view": "view reshape flatten unflatten unsqueeze squeeze _unsafe_view view_as reshape_as",
     "same": "contiguous clone detach alias lift_fresh lift_fresh_copy",
     "tensor": "tensor scalar_tensor",
-    "full": "full",
     "zeros": "zeros zeros_like new_zeros",
-    "select": "select",
-    "slice": "slice",
-    "copy": "copy",
-    "dropout": "dropout",
     "rms_norm": "rms_norm _fused_rms_norm",
     "layer_norm": "layer_norm native_layer_norm",
     "getitem": "getitem __getitem__",
 }
 _OPERATION = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_UNIQUE = "square mean sum amax max clamp_min clamp_max maximum minimum rsqrt sqrt reciprocal full"
+_OPERATION |= {name: name for name in f"{_UNIQUE} select slice copy dropout".split()}
 
 # Operators outside the namespaces aten and prims.
 _FOREIGN = {

@@ -89,7 +89,7 @@ class Site:
         norm: the norm that adds the residual; None if `post` completes the sum.
         post: the norm of the sum before the residual is added, or None.
         layer: the decoder layer.
-        scale: the name of the decoder layer's attribute that scales the sum; empty for none.
+        scale: as in Family.
     """
 
     linear: Any
@@ -102,11 +102,8 @@ class Site:
 def sites(model: torch.nn.Module, world_size: int, *, hidden_states_leave: bool) -> list[Site]:
     """Returns the sites of a model that can be wired; changes nothing.
 
-    Args:
-        model: the model as SGLang loaded it.
-        world_size: size of the tensor-parallel group.
-        hidden_states_leave: whether other code may read the hidden states between two layers, as
-            speculative decoding does. Then only sums within a layer are wired.
+    With `hidden_states_leave`, other code may read the hidden states between two layers, as
+    speculative decoding does. Then only sums within a layer are wired.
     """
     stacks = [module for module in model.modules() if _path(module) in STACKS]
     found = [site for stack in stacks for site in _sites_of(stack, hidden_states_leave)]

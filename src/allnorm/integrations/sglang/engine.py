@@ -19,14 +19,10 @@ _DEFAULT_MAX_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Engine:
-    """One model of SGLang on one rank.
+    """A model of SGLang and its settings.
 
-    Attributes:
-        model: the loaded module.
-        dtype: the model's dtype.
-        hidden_size: the model's hidden size.
-        max_tokens: the largest number of rows of one forward pass.
-        multiplexed: whether prefill and decode run concurrently on two streams.
+    `max_tokens` is the largest number of rows of one forward pass. With `multiplexed`, prefill and
+    decode run concurrently on two streams.
     """
 
     model: torch.nn.Module

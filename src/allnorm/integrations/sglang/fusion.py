@@ -62,14 +62,14 @@ class Fusion:
     sites: set[int] = field(default_factory=set)
 
     def norm(
-        self, module: Any, x: torch.Tensor, residual: torch.Tensor, before: Before = _NOTHING
+        self, module: Any, x: torch.Tensor, residual: torch.Tensor | None, before: Before = _NOTHING
     ) -> _Pair:
         """Runs all-reduce, residual add and the norm of `module`, fused if possible.
 
         Args:
             module: a norm of SGLang.
             x: `[num_tokens, hidden_size]`, this rank's partial sum.
-            residual: of the same shape and dtype, equal on every rank.
+            residual: a tensor like `x`, equal on every rank, or None.
             before: the steps between the reduction and the residual add.
 
         Returns:
@@ -81,8 +81,9 @@ class Fusion:
             post, obstacle = post_norm(before.norm, how.numerics, x.dtype)
         if obstacle:
             return self._unfused(module, x, residual, obstacle, before)
-        if before is _NOTHING and how.quant is not None and x.dtype == torch.bfloat16:
-            return self._quantized(module, x, residual, how, how.quant, keep_bf16=False)
+        quant = how.quant if before is _NOTHING and x.dtype == torch.bfloat16 else None
+        if quant is not None and residual is not None:
+            return self._quantized(module, x, residual, how, quant, keep_bf16=False)
         self._count(module)
         return self.communicator.all_reduce_add_rms_norm(
             *(x, residual, module.weight, eps_of(module)),
@@ -102,14 +103,7 @@ class Fusion:
     ) -> _Pair | None:
         """Runs all-reduce, residual add, norm and quantization, for a layer that reads FP8.
 
-        The first three arguments are those of `norm`.
-
-        Args:
-            module: a norm of SGLang.
-            x: this rank's partial sum.
-            residual: the residual.
-            quant: the quantization that the layer reads.
-            keep_bf16: whether a layer also reads the normed tensor in 16 bits.
+        With `keep_bf16`, a layer also reads the normed tensor in 16 bits.
 
         Returns:
             `((fp8, scale), residual)`, or `((normed, fp8, scale), residual)` with `keep_bf16`;
@@ -135,47 +129,39 @@ class Fusion:
         )
         return ((normed, fp8, scale) if keep_bf16 else (fp8, scale)), residual_out
 
-    def norm_alone(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Runs all-reduce and norm; the caller of the norm adds the residual."""
-        how, obstacle = _arithmetic(module, x, x)
-        if obstacle:
-            self._say_unfused(obstacle)
-            normed: torch.Tensor = type(module).forward(module, self.all_reduce(x))
-            return normed
-        self._count(module)
-        normed, _ = self.communicator.all_reduce_add_rms_norm(
-            *(x, None, module.weight, eps_of(module)),
-            weight_bias=how.weight_bias,
-            numerics=how.numerics,
-        )
-        return normed
-
     def _count(self, module: Any) -> None:
         if not torch.compiler.is_compiling():
             self.sites.add(id(module))
 
-    def _say_unfused(self, reason: str) -> None:
+    def _unfused(
+        self,
+        module: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        reason: str,
+        before: Before,
+    ) -> _Pair:
         if not torch.compiler.is_compiling():
             self.say(f"a reduction of SGLang is not fused: {reason}")
-
-    def _unfused(
-        self, module: Any, x: torch.Tensor, residual: torch.Tensor, reason: str, before: Before
-    ) -> _Pair:
-        self._say_unfused(reason)
         reduced = self.all_reduce(x)
         if before.norm is not None:
             reduced = type(before.norm).forward(before.norm, reduced)
         if before.scale != 1.0:
             reduced = reduced * before.scale
-        # The class's forward: the instance's own may be the one that completes sums.
+        # The instance's own forward may be the one that completes sums.
+        if residual is None:
+            return type(module).forward(module, reduced), reduced
         result: _Pair = type(module).forward(module, reduced, residual.clone())
         return result
 
 
-def _arithmetic(module: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[NormArithmetic, str]:
+def _arithmetic(
+    module: Any, x: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[NormArithmetic, str]:
     """Returns the arithmetic of a norm, and why a call with these tensors cannot be fused."""
     how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
-    return how, how.obstacle or tensor_obstacle(module.weight, x, residual)
+    like = x if residual is None else residual
+    return how, how.obstacle or tensor_obstacle(module.weight, x, like)
 
 
 _current: list[Fusion | None] = [None]
@@ -199,15 +185,15 @@ def completing_forward(
 ) -> Any:
     """Runs the forward of a norm whose input is a partial sum; bound by `complete_sums_in`."""
     fusion = _fusion(is_expected=residual is not None)
-    assert residual is not None
-    if post_residual_addition is not None:
+    if post_residual_addition is not None and residual is not None:
         residual = residual + post_residual_addition
     return fusion.norm(self, x, residual, getattr(self, _BEFORE, _NOTHING))
 
 
 def completing_alone(self: Any, x: torch.Tensor, residual: None = None) -> Any:
     """Runs the forward of a post norm that completes a sum; the layer adds the residual."""
-    return _fusion(is_expected=residual is None).norm_alone(self, x)
+    normed, _ = _fusion(is_expected=residual is None).norm(self, x, None)
+    return normed
 
 
 def passing_on(self: Any, x: torch.Tensor, residual: None = None) -> Any:

@@ -29,11 +29,8 @@ _decided: list[bool] = []
 def start(runner: Any) -> None:
     """Decides together with the peers whether a model's calls are fused. Never raises.
 
-    The first model of a process decides for all its models: a draft model uses the same
-    communicator and is not wired.
-
-    Args:
-        runner: SGLang's runner of the loaded model.
+    `runner` is SGLang's runner of the loaded model. The first model of a process decides for all
+    its models: a draft model uses the same communicator and is not wired.
     """
     if _decided:
         return

@@ -62,10 +62,7 @@ class Report:
 
 
 def report(model: torch.nn.Module) -> Report:
-    """Reports which reductions of a model are fused. Not collective.
-
-    Args:
-        model: the result of `from_pretrained`.
+    """Reports which reductions of a loaded model are fused. Not collective.
 
     Raises:
         UnsupportedError: the model has no fusable site; the message has the possible reasons.

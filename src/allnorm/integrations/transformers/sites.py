@@ -85,16 +85,11 @@ class Ready:
 
 @dataclass(eq=False)
 class Norm:
-    """An RMSNorm whose result may have been computed by a fused call already.
+    """An RMSNorm of the model, with its rounding mode and its stock forward.
 
     Attributes:
-        module: the norm module; its weight is [hidden_size].
-        eps: the number added to the mean square.
-        weight_bias: 1.0 for Gemma.
-        numerics: the rounding mode of its forward.
-        stock: the stock forward of the module.
         site: the site that this norm belongs to; None in a copy.
-        ready: the rows that the next forward may return, or None.
+        ready: rows from a fused call that the next forward may return, or None.
     """
 
     module: torch.nn.Module
@@ -153,14 +148,7 @@ class Norm:
 
 @dataclass(eq=False)
 class Place:
-    """A module and its place in the model.
-
-    Attributes:
-        name: the module's path in the model.
-        parent: its parent module.
-        key: its name in the parent.
-        module: the module.
-    """
+    """A module with its path in the model, its parent, and its name in the parent."""
 
     name: str
     parent: torch.nn.Module
@@ -184,14 +172,14 @@ class Site:
     """One reduction of a model.
 
     Attributes:
-        name: the name of the module that reduces, such as "layers.3.self_attn.o_proj".
+        name: the path of the module that reduces, such as "layers.3.self_attn.o_proj".
         norm: the norm of the sum with the residual; None if no norm follows directly.
         post: the norm of the reduced sum before the residual is added, or None.
         is_scaled: whether the model multiplies the sum by a number before it adds the residual.
         link: the communicator; None until a tensor-parallel plan includes the module.
         reason: why the loaded model does not fuse it; "" if it does.
         module: the module that reduces.
-        places: the modules from the reduction to the norms.
+        places: the modules between the model and the reduction, and between it and the norms.
         sum_hooks: this rank's hooks that receive the sum before it is added, by module.
         later_hooks: this rank's hooks that receive the new residual before its norm.
         calls: number of fused calls in eager mode whose norm was used.
