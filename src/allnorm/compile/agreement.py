@@ -26,10 +26,8 @@ from allnorm.core.verdicts import PATIENCE_S, Step, Verdicts, places_of
 
 _elsewhere = contextvars.ContextVar("decides_elsewhere", default=False)
 # Both by group, then by the name of the caller's communicator, "" without one.
-_verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Verdicts]]
-_verdicts = weakref.WeakKeyDictionary()
-_generations: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Generation]]
-_generations = weakref.WeakKeyDictionary()
+_verdicts = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Verdicts]]()
+_generations = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Generation]]()
 
 
 @contextlib.contextmanager

@@ -25,10 +25,8 @@ class Candidate:
     """One interpretation of the graph around a reduction.
 
     Attributes:
-        reduction: the reduction.
         reduced: the expression of the reduced tensor.
         branch: the post norm and scale that are applied before the residual is added.
-        residual: the residual, or None.
         sum32: the float32 sum with the residual; without a residual, the float32 branch.
         summed: the stored sum, which the fused call returns; None if the graph never stores it.
         norm: the norm after the residual; None if there is only a post norm.
@@ -139,17 +137,14 @@ class Match:
     """A fused call.
 
     Attributes:
-        candidate: the part of the graph that the call replaces.
         shape: the shape of its inputs and results.
         x: the tensor that it reduces.
-        residual: the residual that it adds, or None.
         weight: the norm's weight; None without a norm.
         post_weight: the post norm's weight; None without a post norm.
         view_x: a view of the reduced tensor in the graph that is applied to `x` instead, or None.
         views: by node that a result replaces, the view that converts the result to its shape.
         scale_shape: the shape of the computed scales in the graph; None: the operator's shape.
         scale_layout: the layout of the computed scales, as the operator takes it.
-        static_scale: the static scale, or None.
         experts: the rows that the call sums to get `x`, or None.
         note: why an additional part of the graph was not fused; empty if there is none.
         lead_x: number of leading dimensions of size 1 that are added to `x`.

@@ -49,8 +49,7 @@ class Value:
     """One expression.
 
     Attributes:
-        op: the operation, as in the table above.
-        args: its operands.
+        op: the operation, as in the table above; `args` are its operands.
         attr: the operation's attribute, as in the table above.
         dtype: the dtype of the tensors that hold it; None for a tuple or an unknown dtype.
         order: the number of expressions that were made before it.

@@ -51,7 +51,11 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
     _place_results(values, match, run)
     if candidate.quantization is not None:
         _place_quantization(values, match, candidate.quantization, run)
-    _check_gradient(values, candidate)
+    if values.maker_of(candidate.served[-1].definers[0]) in values.context.differentiated:
+        raise Missed(
+            "its result needs a gradient, which the fused call does not compute: run under "
+            "torch.no_grad(), or fuse after autograd, as inductor_pass does"
+        )
     members = set() if candidate.is_local else {candidate.reduction.node}
     for value in candidate.values:
         # Copies of results stay; copies of intermediate values are removed.
@@ -120,7 +124,7 @@ def _place_residual(values: Values, match: Match, run: Tensor, adder: Node) -> N
     if candidate.residual.derives_from(origin):
         raise Missed(f"{adder} adds a tensor that is itself computed from the reduced tensor")
     like = (candidate.residual, run.shape, candidate.residual.dtype, run.device)
-    match.residual = values.holder(*like) or values.holder(*like, led=True)
+    match.residual = values.holder(*like) or values.holder(*like, leading_ones=True)
     if match.residual is None:
         raise Missed(f"what {adder} adds is not a tensor of the reduced tensor's shape and device")
     match.lead_residual = run.dim() - _tensor(values, match.residual).dim()
@@ -296,11 +300,3 @@ def _view_between(
             ):
                 return node
     raise Missed(f"no single view converts {tuple(before.shape)} to {tuple(after.shape)}")
-
-
-def _check_gradient(values: Values, candidate: Candidate) -> None:
-    if values.maker_of(candidate.served[-1].definers[0]) in values.context.differentiated:
-        raise Missed(
-            "its result needs a gradient, which the fused call does not compute: run under "
-            "torch.no_grad(), or fuse after autograd, as inductor_pass does"
-        )

@@ -158,14 +158,9 @@ def check_communicator(communicator: object) -> None:
 
 @dataclass
 class _Found:
-    """A reduction and the result of the search for it.
+    """A reduction in the given graph (`before`) and in the searched graph, and the search's result.
 
-    Attributes:
-        before: the reduction in the given graph.
-        reduction: the reduction in the graph that is searched.
-        match: the fused call; None if there is none.
-        name: the name of the call's communicator.
-        reason: why there is no match.
+    The result is a match with the name of its communicator, or the reason why there is no match.
     """
 
     before: Reduction
@@ -194,7 +189,9 @@ def _fuse_one(
         _note_inputs(node, shapes, inputs)
     _agree(sites, values, communicator)
     if any(one.match is not None and one.match.chose_view for one in sites):
-        shapes.assumed.ones |= _has_ones(shapes.examples)
+        # Sizes of 1, except the last, are not symbols.
+        tensors = [value for value in shapes.examples or () if isinstance(value, Tensor)]
+        shapes.assumed.ones |= any(1 in map(static_size, t.shape[:-1]) for t in tensors)
     report = [_site(values, shapes, one) for one in sites]
     problem = _rewrite(module, sites, values, search.functional, shapes.meta_key)
     if problem:
@@ -206,13 +203,9 @@ def _fuse_one(
 
 @dataclass
 class _Search:
-    """The result of a search in a graph.
+    """The given graph's shapes, and the expressions and reductions of the searched graph.
 
-    Attributes:
-        shapes: the given graph's shapes.
-        values: the expressions of the graph that was searched.
-        functional: the functional graph, if it was searched instead of the given one.
-        sites: every reduction.
+    `functional` is the searched graph if it is not the given one.
     """
 
     shapes: Shapes
@@ -283,12 +276,6 @@ class _Given:
         sites = [_Found(before, found.get(node, before)) for node, before in reductions.items()]
         _match(sites, values, self.communicator, self.options, why)
         return _Search(shapes, values, functional, sites)
-
-
-def _has_ones(examples: Sequence[Any] | None) -> bool:
-    """Returns whether a size of an example, except the last, is 1: such sizes are not symbols."""
-    tensors = [value for value in examples or () if isinstance(value, Tensor)]
-    return any(size == 1 for tensor in tensors for size in map(static_size, tensor.shape[:-1]))
 
 
 def _written(writing: dict[Node, str], shapes: Shapes, why: str) -> dict[object, str]:

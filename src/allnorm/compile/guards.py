@@ -57,11 +57,8 @@ def rule_of(
 ) -> str:
     """Returns the conditions on the `sizes_of` inputs, in the form of PyTorch's guards.
 
-    Args:
-        env: the environment of the symbolic sizes.
-        sizes: the inputs' `sizes_of`.
-        bounds: whether the conditions forbid size 1 where the example's size was not 1.
-        known: the guards to express. None: all guards of the environment.
+    With `bounds`, they forbid size 1 where the example's size was not 1. `known` are the guards to
+    express; None means all guards of the environment.
     """
     rule = env.produce_guards_expression(sizes, guards=known, ignore_static=False) or ""
     parts = [part for part in rule.split(" and ") if bounds or not _LOWER_BOUND.fullmatch(part)]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from allnorm.compile import decompose
 from allnorm.compile.candidate import Candidate, Match, Missed
+from allnorm.compile.decompose import UNTRACED
 from allnorm.compile.experts import place_experts
 from allnorm.compile.expressions import Value, bare
 from allnorm.compile.fit import fit
@@ -105,10 +105,9 @@ class Matcher:
                 if nearly and not self._approximate
                 else "it is not computed as allnorm computes it"
             )
-        match.note = note or _untraced(normed)
+        untraced = (u.note for u in normed.users if u.op == "opaque" and UNTRACED in u.note)
+        match.note = note or next(untraced, "")
         return match
-
-    # ---- checks ---------------------------------------------------------------------------------
 
     def _check(self, reduction: Reduction) -> torch.dtype:
         if reduction.problem:
@@ -141,21 +140,16 @@ class Matcher:
         return x.dtype
 
     def _check_claims(self, candidate: Candidate) -> None:
-        for value in candidate.served:
-            if value in self._claimed:
-                if candidate.is_local:
-                    raise Missed(f"its sum with {self._claimed[value]} is fused there")
-                raise Missed(
-                    f"it is the residual of {self._claimed[value]}: their sum is fused there"
-                )
+        for node in [self._claimed[value] for value in candidate.served if value in self._claimed]:
+            if candidate.is_local:
+                raise Missed(f"its sum with {node} is fused there")
+            raise Missed(f"it is the residual of {node}: their sum is fused there")
 
     def _check_use(self, candidate: Candidate) -> None:
         """Raises unless the graph uses the normed tensor or, after a post norm only, the sum."""
         wanted = candidate.summed if candidate.normed is None else candidate.normed
         if wanted is not None and not self._values.is_used(wanted):
             raise Missed(f"the result of {wanted.definers[0]} is not used")
-
-    # ---- candidates -----------------------------------------------------------------------------
 
     def _candidates(
         self, reduction: Reduction, reduced: Value, dtype: torch.dtype
@@ -229,8 +223,6 @@ class Matcher:
                     numerics = _mode(is_rounded, common.branch.output, output)
                     yield dataclasses.replace(common, norm=norm, output=output, numerics=numerics)
 
-    # ---- reasons --------------------------------------------------------------------------------
-
     def _explain(self, reduced: Value) -> str:
         """Returns why there is no candidate, by the first note on an expression after the sum."""
         readers = [node for node, _ in reduced.readers if node not in reduced.definers]
@@ -272,12 +264,6 @@ def _mode(is_rounded: bool, *outputs: Output | None) -> str:
         return ""
     names = ("rounded", "transformers") if is_rounded else ("unrounded", "vllm")
     return names[True in orders]
-
-
-def _untraced(normed: Value) -> str:
-    """Returns the note on a decomposed operator after the norm that could not be traced, or ""."""
-    notes = (user.note for user in normed.users if user.op == "opaque")
-    return next((note for note in notes if decompose.UNTRACED in note), "")
 
 
 def _adds_next_reduction(value: Value, reduced: Value) -> bool:

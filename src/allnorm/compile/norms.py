@@ -60,8 +60,7 @@ class Branch:
 
     Attributes:
         value: the expression that is added to the residual, in the dtype of the reduction.
-        norm: the post norm, or None.
-        output: the post norm's result.
+        norm: the post norm, or None; `output` is its result.
         scale: the factor of the sum or of its post norm.
     """
 

@@ -19,11 +19,8 @@ from allnorm.compile.shapes import FLOATS, Shapes, elems, leads_to, same_shape, 
 class Operands:
     """The tensors of a graph's nodes as expressions.
 
-    Attributes:
-        algebra: makes the expressions.
-        shapes: the graph's shapes.
-        held: returns the expression that a node's tensor holds.
-        parameter: returns the expression of a parameter of a called module, by its path.
+    `held` returns the expression that a node's tensor holds. `parameter` returns the expression of
+    a parameter of a called module, by its path.
     """
 
     algebra: Algebra

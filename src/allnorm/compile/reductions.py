@@ -25,7 +25,6 @@ class Reduction:
     """One call that sums a tensor over ranks.
 
     Attributes:
-        node: the call.
         x: the reduced tensor; None if the call does not reduce exactly one tensor.
         in_place: whether the call stores the result in `x`; else it returns a new tensor.
         group: the name of the process group; None if the graph does not name it.
@@ -149,13 +148,8 @@ def _problem_of(op: Any) -> str:
     return "" if name.lower() == "sum" else f"it reduces by {name!r}: only 'sum' is fused"
 
 
-_NAME_OF_OP = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "product",
-}
+_NAMED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+_NAME_OF_OP = {op: op.name.lower() for op in (*_NAMED_OPS, dist.ReduceOp.PRODUCT)}
 
 
 def op_name(reduction: Reduction) -> str:

@@ -140,8 +140,6 @@ class Rewriter:
             return result
         return self._add(torch.ops.aten.reshape.default, (result, shape))
 
-    # ---- the call -------------------------------------------------------------------------------
-
     def _call(self, match: Match, comm_name: str) -> Node:
         candidate = match.candidate
         experts = match.experts
@@ -149,10 +147,10 @@ class Rewriter:
         x = self._input(rows, whole=match.view_x is not None or experts is not None)
         if match.view_x is not None:
             x = self._repeat(match.view_x, x)
-        x = self._led(x, match.lead_x)
+        x = self._with_leading_ones(x, match.lead_x)
         residual = None if match.residual is None else self._input(match.residual)
         if residual is not None:
-            residual = self._led(residual, match.lead_residual)
+            residual = self._with_leading_ones(residual, match.lead_residual)
         weight, bias = self._weight(match, match.weight)
         eps = 0.0 if candidate.norm is None else candidate.norm.eps
         args: list[Any] = [x, residual, weight, eps]
@@ -197,7 +195,7 @@ class Rewriter:
         layout = {"memory_format": torch.contiguous_format}
         return self._add(torch.ops.aten.clone.default, (node,), layout)
 
-    def _led(self, node: Node, count: int) -> Node:
+    def _with_leading_ones(self, node: Node, count: int) -> Node:
         """Returns a node with `count` more leading dimensions of size 1."""
         for _ in range(count):
             node = self._add(torch.ops.aten.unsqueeze.default, (node, 0))
@@ -282,8 +280,6 @@ class Rewriter:
             fake = isinstance(parameter, FakeTensor)
             with mode, torch.no_grad():
                 self._shapes.add(node, parameter if fake else mode.from_tensor(parameter))
-
-    # ---- readers --------------------------------------------------------------------------------
 
     def _current(self, node: Node) -> Node:
         """Returns the node that replaces an original node; the node itself if none does."""

@@ -34,9 +34,10 @@ def check_escapes(values: Values, match: Match) -> str:
                     if other.readers and other not in served:
                         return _escape(values, match, other, reader, other.readers[0][0])
                 continue
-            if reader not in members and not _is_unused(values, reader):
-                return _escape(values, match, value, source, reader)
             if reader not in members:
+                is_reduction = reader in values.reduced
+                if reader.op == "output" or is_reduction or reader.users or not is_pure(reader):
+                    return _escape(values, match, value, source, reader)
                 match.dead.append(reader)
             pending += [result for result in defined if result not in pending]
     for value in candidate.values:
@@ -90,11 +91,6 @@ def answer(values: Values, match: Match, question: Node, source: Node) -> Node |
     return None
 
 
-def _is_unused(values: Values, node: Node) -> bool:
-    """Returns whether removing a node has no effect."""
-    return node.op != "output" and node not in values.reduced and not node.users and is_pure(node)
-
-
 def _escape(values: Values, match: Match, value: Value, source: Node, reader: Node) -> str:
     candidate, name = match.candidate, values.name_of
     user = name(reader)
@@ -103,7 +99,8 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
     elif written(reader):
         user = f"{name(reader)}, which stores it in memory that is visible outside the graph"
     if value is candidate.reduced:
-        if values.was_in_place(candidate.reduction.node) and not written(reader):
+        in_place = values.maker_of(candidate.reduction.node) in values.context.in_place
+        if in_place and not written(reader):
             return (
                 f"{user} reads memory that {name(candidate.reduction.node)} overwrites with the "
                 "reduced tensor, but the fused call returns only its sum with the residual"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +34,12 @@ class Freedom(enum.Enum):
 
     The pass tries the values in this order. Last dimensions never differ. Graphs that were fused
     with EQUAL, ROWS or NONE check their inputs.
-
-    Attributes:
-        DISTINCT: every size may differ.
-        EQUAL: every size may differ, but equal sizes stay equal.
-        ROWS: first sizes may differ, but equal sizes stay equal.
-        NONE: no size may differ.
     """
 
-    DISTINCT = enum.auto()
-    EQUAL = enum.auto()
-    ROWS = enum.auto()
-    NONE = enum.auto()
+    DISTINCT = enum.auto()  # every size may differ
+    EQUAL = enum.auto()  # every size may differ, but equal sizes stay equal
+    ROWS = enum.auto()  # first sizes may differ, but equal sizes stay equal
+    NONE = enum.auto()  # no size may differ
 
 
 class Shapes:
@@ -82,7 +76,8 @@ class Shapes:
             if key is not None:
                 self._known[node] = node.meta[key]
                 self.meta_key = self.meta_key or key
-        if len(_modes(self._known.values())) > 1:
+        fakes = [value for value in self._known.values() if isinstance(value, FakeTensor)]
+        if len({fake.fake_mode for fake in fakes}) > 1:
             # Fake tensors of different modes do not show which tensors share memory.
             inputs = [self._known.get(node) for node in nodes if node.op == "placeholder"]
             example_inputs = example_inputs or _fresh(inputs)
@@ -292,10 +287,6 @@ def storage_of(value: Any) -> object:
         return value.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _modes(values: Iterable[Any]) -> set[FakeTensorMode]:
-    return {value.fake_mode for value in values if isinstance(value, FakeTensor)}
 
 
 def _fresh(values: Sequence[Any]) -> list[Any]:

@@ -76,8 +76,6 @@ class Values:
         for node in graph.nodes:
             self._visit(node, reductions.get(node))
 
-    # ---- queries of the matcher -----------------------------------------------------------------
-
     def maker_of(self, node: Node) -> Node:
         """Returns the given graph's node that a node was recorded for, or else the node itself."""
         return self.context.makers.get(node, node)
@@ -85,10 +83,6 @@ class Values:
     def name_of(self, node: Node) -> str:
         """Returns the name of a node in the given graph."""
         return self.maker_of(node).name
-
-    def was_in_place(self, reduction: Node) -> bool:
-        """Returns whether a reduction of the given graph stores its result in its argument."""
-        return self.maker_of(reduction) in self.context.in_place
 
     def results_of(self, node: Node) -> tuple[Value, ...]:
         """Returns the expressions of a node's results."""
@@ -139,17 +133,19 @@ class Values:
         dtype: torch.dtype | None,
         device: torch.device,
         *,
-        led: bool = False,
+        leading_ones: bool = False,
     ) -> Node | None:
         """Returns a node whose tensor holds `value` in this shape, dtype and device, or None.
 
-        With `led`, leading dimensions of size 1 must be missing.
+        With `leading_ones`, leading dimensions of size 1 must be missing.
         """
         for node in value.holders:
             tensor = self.shapes.of(node)
             if tensor is None or (tensor.dtype, tensor.device) != (dtype, device):
                 continue
-            if (leads_to if led else same_shape)(tensor.shape, shape) and node not in self.pending:
+            if (leads_to if leading_ones else same_shape)(
+                tensor.shape, shape
+            ) and node not in self.pending:
                 return node
         return None
 
@@ -166,8 +162,6 @@ class Values:
             ):
                 found[node] = len(found)
         return found
-
-    # ---- evaluation of all nodes ----------------------------------------------------------------
 
     def _visit(self, node: Node, reduction: Reduction | None) -> None:
         if node.op in ("placeholder", "get_attr"):

@@ -169,7 +169,8 @@ def written(node: Node) -> list[Node]:
         return _named_writes(node, name)
     schema = schema_of(target)
     if schema is not None:
-        return _schema_writes(node, schema)
+        places = {each.name: index for index, each in enumerate(schema.arguments)}
+        return _nodes_in([argument(node, places[n], n) for n in changed_arguments(schema)])
     if getattr(target, "__module__", "") in ("builtins", "math") and target is not setattr:
         return []  # such as getattr(x, "shape"), in graphs of torch.fx.symbolic_trace
     return _named_writes(node, name) if name else list(node.all_input_nodes)
@@ -271,11 +272,6 @@ def _has_inplace_argument(node: Node) -> bool:
     except (TypeError, ValueError):
         return False
     return bool(bound.arguments.get("inplace"))
-
-
-def _schema_writes(node: Node, schema: Any) -> list[Node]:
-    places = {each.name: index for index, each in enumerate(schema.arguments)}
-    return _nodes_in([argument(node, places[name], name) for name in changed_arguments(schema)])
 
 
 def _nodes_in(values: list[Any]) -> list[Node]:

@@ -193,11 +193,7 @@ def in_words(error: Exception) -> str:
 
 
 class Announcer:
-    """Logs each message once per process.
-
-    Args:
-        logger: a logger of the engine, so that its users see the messages.
-    """
+    """Logs each message once per process, to a logger whose messages the engine's users see."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -85,11 +85,9 @@ class Site:
     """A row-parallel layer and the norm that completes its sum.
 
     Attributes:
-        linear: the row-parallel layer.
         norm: the norm that adds the residual; None if `post` completes the sum.
         post: the norm of the sum before the residual is added, or None.
-        layer: the decoder layer.
-        scale: as in Family.
+        layer: the decoder layer, with the attribute `scale` as in Family.
     """
 
     linear: Any

@@ -25,11 +25,11 @@ class Engine:
     decode run concurrently on two streams.
     """
 
-    model: torch.nn.Module
-    dtype: torch.dtype
-    hidden_size: int
-    max_tokens: int
-    multiplexed: bool
+    model: Any = None
+    dtype: torch.dtype = torch.bfloat16
+    hidden_size: int = 0
+    max_tokens: int = 0
+    multiplexed: bool = False
 
 
 # Fields of SGLang's objects that the plugin reads. Their existence is checked first, so that a
@@ -112,7 +112,9 @@ def obstacle(facts: Engine) -> str:
     if is_dp_attention_enabled():
         return "data-parallel attention scatters its sums instead of reducing them"
     ranks = list(parallel.tp_group.ranks)
-    for name, size in (("attn_tp", parallel.attn_tp_size), *_expert_groups(parallel)):
+    sizes = {"moe_ep": parallel.moe_ep_size, "moe_tp": parallel.moe_tp_size}
+    experts = {name: size for name, size in sizes.items() if size > 1} or {"moe_tp": 1}
+    for name, size in {"attn_tp": parallel.attn_tp_size, **experts}.items():
         group = getattr(parallel, f"{name}_group") if size > 1 else None
         if group is None or list(group.ranks) != ranks:
             return f"the group {name} differs from the tensor-parallel group of ranks {ranks}"
@@ -125,12 +127,6 @@ def obstacle(facts: Engine) -> str:
     if facts.multiplexed:
         return "--enable-pdmux runs two batches at once: they would share one communicator"
     return ""
-
-
-def _expert_groups(parallel: Any) -> tuple[tuple[str, int], ...]:
-    """Returns the names and sizes of the groups that the sum over experts may run over."""
-    sizes = {"moe_ep": parallel.moe_ep_size, "moe_tp": parallel.moe_tp_size}
-    return tuple((name, size) for name, size in sizes.items() if size > 1) or (("moe_tp", 1),)
 
 
 def speculates() -> bool:

@@ -50,8 +50,7 @@ class Fusion:
     """Makes fused calls on a communicator.
 
     Attributes:
-        communicator: the communicator of SGLang's tensor-parallel group.
-        all_reduce: SGLang's own all-reduce over that group.
+        all_reduce: SGLang's own all-reduce over the communicator's group.
         say: called with the reason when a reduction cannot be fused.
         sites: ids of the norms whose calls were fused outside compiled graphs.
     """

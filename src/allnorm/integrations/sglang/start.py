@@ -53,30 +53,30 @@ def _start(runner: Any) -> None:
         reason = found.read(runner, group.world_size)
     except Exception as error:  # noqa: BLE001 - the peers wait for this rank's reason
         reason = f"SGLang is not as this plugin expects: {engines.in_words(error)}"
-    facts = found.facts
     outcome = engines.engine_communicator(
         process_group,
         device,
-        hidden_size=0 if facts is None else facts.hidden_size,
-        max_tokens=0 if facts is None else facts.max_tokens,
-        dtype=torch.bfloat16 if facts is None else facts.dtype,
+        hidden_size=found.facts.hidden_size,
+        max_tokens=found.facts.max_tokens,
+        dtype=found.facts.dtype,
         numerics="unrounded",
         obstacle=reason,
         # FlashInfer's fused kernel also triggers dependent launches early, and the kernels after it
         # wait as CUDA requires: docs/sglang.md.
         early_trigger=True,
     )
-    if outcome.communicator is None or facts is None:
+    if outcome.communicator is None:
         if group.rank_in_group == 0:
             text = f"SGLang runs without fused reductions: {outcome.reason}"
             (announcer.info if found.off else announcer.warning)(text)
         return
-    say = announcer.warning if group.rank_in_group == 0 else _log_nothing
+    # Rank 0 logs the messages of all ranks.
+    say = announcer.warning if group.rank_in_group == 0 else lambda text: None
     fusion = Fusion(outcome.communicator, group.all_reduce, say)
     found.apply()
     activate(fusion)
     if group.rank_in_group == 0:
-        _count_first_pass(facts.model, fusion)
+        _count_first_pass(found.facts.model, fusion)
 
 
 @dataclass
@@ -84,13 +84,13 @@ class Found:
     """Facts about SGLang's run, and the changes of its model. Applied after the ranks agreed.
 
     Attributes:
-        facts: the model and its settings; None until they are read.
+        facts: the model and its settings.
         off: whether the user switched the fusion off.
         sites: layers that will leave their sums, with the norms that will complete them.
         norms: every norm and its arithmetic.
     """
 
-    facts: engine.Engine | None = None
+    facts: engine.Engine = field(default_factory=engine.Engine)
     off: bool = False
     sites: list[dense.Site] = field(default_factory=list)
     norms: list[tuple[torch.nn.Module, NormArithmetic]] = field(default_factory=list)
@@ -102,9 +102,7 @@ class Found:
             self.facts = engine.engine_of(runner)
             reason = engine.switched_off()
         self.off = bool(reason)
-        if reason or self.facts is None:
-            return reason
-        reason = engine.obstacle(self.facts) or seams.obstacle(seams.probe())
+        reason = reason or engine.obstacle(self.facts) or seams.obstacle(seams.probe())
         if not reason:
             self._read_model(self.facts.model, world_size)
         return reason
@@ -122,10 +120,6 @@ class Found:
         for module, how in self.norms:
             setattr(module, ATTRIBUTE, how)
         dense.wire(self.sites)
-
-
-def _log_nothing(text: str) -> None:
-    """Ignores a message that rank 0 logs."""
 
 
 def _count_first_pass(model: Any, fusion: Fusion) -> None:

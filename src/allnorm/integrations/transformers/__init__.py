@@ -11,6 +11,7 @@ docs/transformers.md describes how it works and what stays unfused.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -38,10 +39,8 @@ __all__ = [
 # Earlier versions have different classes of tensor-parallel styles.
 MINIMUM_VERSION = (5, 23)
 
-# Replaced entries: a registry of transformers, the name, and the stock object.
-_replaced: list[tuple[Any, str, Any]] = []
-# Replaced constructors: a model class and its stock constructor.
-_constructors: list[tuple[Any, Any]] = []
+# Restores what `enable` replaced in transformers.
+_stock = contextlib.ExitStack()
 
 
 def enable(*, algorithm: str = "auto") -> None:
@@ -67,13 +66,13 @@ def enable(*, algorithm: str = "auto") -> None:
     _check_version()
     from allnorm.integrations.transformers.wiring import wired_constructors
 
-    if not _replaced:
-        for stock, constructor in wired_constructors():
-            _constructors.append((stock, stock.__init__))
-            stock.__init__ = constructor
+    if not SWITCH.enabled:
+        for model, constructor in wired_constructors():
+            _stock.callback(setattr, model, "__init__", model.__init__)
+            model.__init__ = constructor
         for registry, replacements in _registries():
             for name, replacement in replacements.items():
-                _replaced.append((registry, name, registry[name]))
+                _stock.callback(registry.register, name, registry[name])
                 registry.register(name, replacement)
     SWITCH.algorithm = algorithm
     SWITCH.enabled = True
@@ -86,14 +85,7 @@ def disable() -> None:
     a model again. CUDA graphs that the caller captured do not change.
     """
     SWITCH.enabled = False
-    if not _replaced:
-        return
-    for registry, name, stock in _replaced:
-        registry.register(name, stock)
-    for model, constructor in _constructors:
-        model.__init__ = constructor
-    _replaced.clear()
-    _constructors.clear()
+    _stock.close()
 
 
 def is_enabled() -> bool:

@@ -43,7 +43,6 @@ class Family:
         model: the class that owns `layers` and `norm`.
         numerics: the rounding mode of its norms.
         weight_bias: 1.0 if its norms multiply by 1 + weight.
-        layout: the names of its layers' norms.
         is_scaled: whether its layers multiply a sum by a number before they add it.
     """
 

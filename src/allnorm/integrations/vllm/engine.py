@@ -39,14 +39,13 @@ class State:
     Attributes:
         vllm_config: the engine's configuration; None outside workers.
         outcome: the ranks' decision; None until they decided.
-        verdicts: the means by which they decide on each graph; None without a communicator.
+        verdicts: decide on each graph; None without a communicator.
         word: a part of the cache keys, equal on all ranks: see `generation`.
         place: the file that stores the word; None on ranks that do not store it.
         graphs: number of graphs that the pass received.
         reports: reports of all graphs except those that a verdict left unfused.
         unfused: reasons why graphs run unfused on all ranks.
         broken: which patch failed, if this rank must not fuse because of that.
-        announcer: logs messages.
     """
 
     vllm_config: Any = None

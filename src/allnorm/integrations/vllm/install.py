@@ -66,7 +66,6 @@ def _without(unfused: str, needed: str = "") -> Callable[[Exception], None]:
 
 
 def _patch_hash(module: ModuleType) -> None:
-    """Adds allnorm's cache key to vLLM's compile cache."""
     _after(module.PassConfig, "compute_hash", lambda result, *_: f"{result} {engine.key()}")
 
 
