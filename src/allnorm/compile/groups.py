@@ -26,20 +26,19 @@ def check_group(reduction: Reduction, device: torch.device, given: Communicator 
     """
     if given is not None:
         _check_given(reduction, device, given)
-    elif reduction.comm_name is None:
-        if reduction.group is None:
-            raise Missed(
-                "the graph does not name its process group as a constant: pass communicator="
-            )
-        if not dist.is_initialized():
-            raise Missed(
-                "torch.distributed is not initialized: call init_process_group() first, or pass "
-                "communicator="
-            )
-        if _group(reduction.group) is None:
-            raise Missed(
-                f"this process has no process group named {reduction.group!r}: pass communicator="
-            )
+    elif reduction.comm_name is not None:
+        return
+    elif reduction.group is None:
+        raise Missed("the graph does not name its process group as a constant: pass communicator=")
+    elif not dist.is_initialized():
+        raise Missed(
+            "torch.distributed is not initialized: call init_process_group() first, or pass "
+            "communicator="
+        )
+    elif _group(reduction.group) is None:
+        raise Missed(
+            f"this process has no process group named {reduction.group!r}: pass communicator="
+        )
 
 
 def group_of(reduction: Reduction, given: Communicator | None) -> dist.ProcessGroup | None:

@@ -104,8 +104,10 @@ def _pass_class() -> Any:
             return self
 
         def uuid(self) -> Any:
-            described = _described(self.options["decompositions"])
-            if described is None:
+            table = self.options["decompositions"]
+            try:
+                described = tuple(sorted((str(op), _contents(f)) for op, f in table.items()))
+            except _HiddenError:
                 return None  # disables Inductor's caches
             from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -165,14 +167,6 @@ def fingerprint(*packages: str) -> tuple[str, str]:
         for path in sorted(pathlib.Path(str(sys.modules[package].__file__)).parent.glob("*.py")):
             digest.update(path.read_bytes())
     return __version__, digest.hexdigest()
-
-
-def _described(table: Mapping[Any, Callable[..., Any]]) -> tuple[Any, ...] | None:
-    """Returns texts that describe the functions of a table; None if a text cannot describe them."""
-    try:
-        return tuple(sorted((str(op), _contents(function)) for op, function in table.items()))
-    except _HiddenError:
-        return None
 
 
 class _HiddenError(Exception):

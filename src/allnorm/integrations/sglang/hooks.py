@@ -43,9 +43,8 @@ def norm(
 ) -> Any:
     """Completes a sum, adds it to the residual and norms it. Never returns None.
 
-    Raises:
-        UnsupportedError: SGLang passes an unknown argument. SGLang's own function cannot be called
-            instead, because it could run the norm without any all-reduce.
+    Raises UnsupportedError if SGLang passes an unknown argument: SGLang's own function could run
+    the norm without any all-reduce.
     """
     if isinstance(norm_module, Probe):
         return norm_module

@@ -64,13 +64,13 @@ def enable(*, algorithm: str = "auto") -> None:
     if algorithm not in REQUESTS:
         raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(REQUESTS)}.")
     _check_version()
-    from allnorm.integrations.transformers.wiring import wired_constructors
+    from allnorm.integrations.transformers import styles, wiring
 
     if not SWITCH.enabled:
-        for model, constructor in wired_constructors():
+        for model, constructor in wiring.wired_constructors():
             _stock.callback(setattr, model, "__init__", model.__init__)
             model.__init__ = constructor
-        for registry, replacements in _registries():
+        for registry, replacements in styles.registries():
             for name, replacement in replacements.items():
                 _stock.callback(registry.register, name, registry[name])
                 registry.register(name, replacement)
@@ -91,20 +91,6 @@ def disable() -> None:
 def is_enabled() -> bool:
     """Returns whether models fuse reductions now."""
     return SWITCH.enabled
-
-
-def _registries() -> list[tuple[Any, dict[str, Any]]]:
-    """Returns the registries of transformers and the entries to replace in each."""
-    from transformers.distributed import expert_parallel
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-
-    from allnorm.integrations.transformers import styles
-
-    implementations = expert_parallel.EPImplementationInterface()
-    return [
-        (ALL_PARALLEL_STYLES, styles.fused_styles()),
-        (implementations, styles.fused_implementations()),
-    ]
 
 
 def _check_version() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed import expert_parallel
 from transformers.distributed import tensor_parallel as stock
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 import allnorm
 from allnorm.errors import AllnormError, PeerDivergedError
@@ -55,15 +56,6 @@ class FusedExperts(_LeavesTheSum, stock.MoeExpertsParallel):
     """The style `moe_tp_experts`: each rank has a shard of every expert."""
 
 
-def fused_styles() -> dict[str, Any]:
-    """Returns the entries to replace in the registry, by name."""
-    return {
-        "rowwise": FusedRowwise(input_layouts=Shard(-1), output_layouts=Replicate()),
-        "rowwise_split_input": FusedRowwise(input_layouts=Replicate(), output_layouts=Replicate()),
-        "moe_tp_experts": FusedExperts(),
-    }
-
-
 class FusedAllReduceEP(expert_parallel.AllReduceEP):
     """The implementation `all_reduce`: every rank runs its own experts on the whole batch."""
 
@@ -96,9 +88,19 @@ class FusedAutoEP(expert_parallel.AutoEP):
             chosen.all_reduce = FusedAllReduceEP(experts, ep_mesh, tp_mesh)
 
 
-def fused_implementations() -> dict[str, Any]:
-    """Returns the entries to replace in the registry, by name."""
-    return {"auto": FusedAutoEP, "all_reduce": FusedAllReduceEP}
+def registries() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the registries of transformers and the entries to replace in each."""
+    split = FusedRowwise(input_layouts=Replicate(), output_layouts=Replicate())
+    styles = {
+        "rowwise": FusedRowwise(input_layouts=Shard(-1), output_layouts=Replicate()),
+        "rowwise_split_input": split,
+        "moe_tp_experts": FusedExperts(),
+    }
+    implementations = {"auto": FusedAutoEP, "all_reduce": FusedAllReduceEP}
+    return [
+        (ALL_PARALLEL_STYLES, styles),
+        (expert_parallel.EPImplementationInterface(), implementations),
+    ]
 
 
 def fusing_site(module: torch.nn.Module) -> Site | None:

@@ -181,7 +181,7 @@ def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
             if node.name == name:
                 yield node
             elif node.name == "__init__":
-                yield from _set_on_self(node, name)
+                yield from (each for each in ast.walk(node) if _is_set_on_self(each, name))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             if any((alias.asname or alias.name) == name for alias in node.names):
                 yield node
@@ -193,10 +193,9 @@ def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
             yield from _named(node, name)
 
 
-def _set_on_self(constructor: ast.AST, name: str) -> Iterator[ast.AST]:
-    for node in ast.walk(constructor):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node] if ast.unparse(node) == f"self.{name}" else []
+def _is_set_on_self(node: ast.AST, name: str) -> bool:
+    is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return is_set and ast.unparse(node) == f"self.{name}"
 
 
 def _takes(node: ast.AST, parameters: tuple[str, ...]) -> bool:
