@@ -40,12 +40,8 @@ def keep_aliasing(
     """Makes the results share memory exactly as before the rewrite.
 
     Returns why this is impossible, or "". If it is impossible, the graph must be discarded.
-
-    Args:
-        graph: the graph; it is changed.
-        shapes: the graph's shapes.
-        before: fake tensors of the graph's `occurrences` before the rewrite.
-        inputs: by storage, each input of the graph and its fake tensor.
+    `before` are fake tensors of the graph's `occurrences` before the rewrite. `inputs` are the
+    inputs and their fake tensors, by storage.
     """
     output, nodes = graph.output_node(), occurrences(graph)
     roots = dict(inputs)

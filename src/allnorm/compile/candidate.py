@@ -1,4 +1,4 @@
-"""Data of the matcher: an interpretation of the graph around a reduction, and the fused call."""
+"""Describes an interpretation of the graph around a reduction, and a fused call."""
 
 from __future__ import annotations
 
@@ -104,12 +104,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Weight:
-    """A norm's weight.
-
-    Attributes:
-        source: a node, the path of a parameter, or None for ones.
-        bias: a number that is added to the weight.
-    """
+    """A norm's weight: a node, the path of a parameter, or None for ones. `bias` is added to it."""
 
     source: Node | str | None
     bias: float
@@ -205,8 +200,8 @@ class Match:
     def handed_over(self, values: Values, value: Value) -> list[Node]:
         """Returns the nodes that a result of the call replaces.
 
-        Copies, and views that change the shape, stay: only their source is replaced. The
-        first call for a value must come before the graph is changed.
+        Copies, and views that change the shape, stay: only their source is replaced. The first call
+        for a value must come before the graph is changed.
         """
         if value not in self._handed_over:
             self._handed_over[value] = self._find_handed_over(values, value)

@@ -52,7 +52,7 @@ class Value:
         op: the operation, as in the table above; `args` are its operands.
         attr: the operation's attribute, as in the table above.
         dtype: the dtype of the tensors that hold it; None for a tuple or an unknown dtype.
-        order: the number of expressions that were made before it.
+        order: its position in the order in which expressions are made.
         column: whether it has one element per row.
         note: why the pass cannot use more of it, for the report.
         users: expressions that have it as an operand.
@@ -203,7 +203,7 @@ class Algebra:
         number = number_of(b)
         if op in ("add", "mul") and number_of(a) is not None and number is None:
             a, b, number = b, a, number_of(a)
-        if op in ("mul", "div") and number == 1.0:  # also 1.0 / x, as reciprocal(x) * 1.0
+        if op in ("mul", "div") and number == 1.0:  # as in reciprocal(x) * 1.0, for 1.0 / x
             return a
         if op == "mul" and a is b:
             return self.unary("square", a)

@@ -32,12 +32,7 @@ _MAX_HIDDEN_SIZE = (1 << 20) - 1
 
 
 class Matcher:
-    """Finds the fused calls of a graph.
-
-    Args:
-        values: the graph's expressions.
-        approximate_quant: as in `fuse`.
-    """
+    """Finds the fused calls of a graph with these expressions."""
 
     def __init__(self, values: Values, *, approximate_quant: bool = False) -> None:
         self._values = values

@@ -25,12 +25,7 @@ _NORMED = 3
 
 
 class Rewriter:
-    """Applies the matches of one graph.
-
-    Args:
-        graph: the graph; it is changed.
-        values: its expressions before any change.
-    """
+    """Applies the matches of one graph; `values` are its expressions before any change."""
 
     def __init__(self, graph: Graph, values: Values) -> None:
         self._graph = graph

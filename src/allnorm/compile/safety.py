@@ -78,7 +78,7 @@ def answer(values: Values, match: Match, question: Node, source: Node) -> Node |
     about = values.shapes.of(source)
     nodes = [match.candidate.reduction.x, match.x]
     if match.experts is not None and not match.late:
-        nodes.insert(0, match.residual)  # `x` may be removed
+        nodes.insert(0, match.residual)  # the call may replace `x`
     for node in nodes:
         tensor = None if node is None else values.shapes.of(node)
         if node is None or about is None or tensor is None:

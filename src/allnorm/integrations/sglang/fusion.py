@@ -33,9 +33,7 @@ _Pair = tuple[Any, torch.Tensor]
 class Before:
     """Steps between the reduction and the residual add of a wired norm.
 
-    Attributes:
-        norm: SGLang's norm of the sum; None if there is none.
-        scale: the factor of the sum or of its norm.
+    `norm` is SGLang's norm of the sum, and `scale` the factor of the sum or of its norm.
     """
 
     norm: Any = None
@@ -208,9 +206,7 @@ _BEFORE = "_allnorm_before"
 def complete_sums_in(module: Any, before: Before = _NOTHING) -> None:
     """Makes a norm of SGLang reduce its input over the ranks before it adds and norms it.
 
-    Args:
-        module: the norm.
-        before: the steps before the residual add; their norm then returns its input unchanged.
+    `before` are the steps before the residual add; their norm then returns its input unchanged.
     """
     module.forward = types.MethodType(completing_forward, module)
     if before is not _NOTHING:

@@ -76,10 +76,8 @@ def post_norm(
 ) -> tuple[allnorm.PostNorm | None, str]:
     """Returns the `post_norm` of the fused call and "", or None and why the call cannot have it.
 
-    Args:
-        module: SGLang's norm of the reduced sum, before the residual add.
-        numerics: the rounding mode of the norm after the residual add.
-        dtype: the sum's dtype.
+    `module` is SGLang's norm of the reduced sum before the residual add, `numerics` the rounding
+    mode of the norm after it, and `dtype` the sum's dtype.
     """
     how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
     if how.obstacle:

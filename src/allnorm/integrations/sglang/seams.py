@@ -113,12 +113,9 @@ def probe() -> dict[str, str]:
 
 
 def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
-    """Raises UnsupportedError unless an object of SGLang has all fields; the message names them.
+    """Raises UnsupportedError if an object of SGLang lacks fields; the message names them.
 
-    Args:
-        what: a text that describes the object.
-        thing: the object.
-        fields: names of fields; dotted for fields of fields.
+    `what` describes the object. Names of fields may be dotted.
     """
     missing = [field for field in fields if not _has(thing, field)]
     if missing:
@@ -131,11 +128,8 @@ def unknown(
 ) -> str:
     """Returns the unknown arguments of a hooked function that are not the defaults, as text; or "".
 
-    Args:
-        original: SGLang's own function.
-        known: number of its parameters that the hook knows.
-        more: positional arguments after these.
-        named: keyword arguments.
+    The hook knows the first `known` parameters of SGLang's own function `original`. `more` are the
+    positional arguments after these, `named` the keyword arguments.
     """
     if not more and not named:
         return ""
@@ -182,9 +176,7 @@ def _takes(signature: inspect.Signature, known: tuple[str, ...]) -> bool:
 def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]) -> list[str]:
     """Registers hooks with SGLang's registry, which applies them later; returns the hooked paths.
 
-    Args:
-        targets: the result of `probe`.
-        hooks: by role, the hook.
+    `targets` is the result of `probe`. Both tables have the roles as keys.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -81,7 +81,7 @@ def _start(runner: Any) -> None:
 
 @dataclass
 class Found:
-    """Facts about SGLang's run, and the changes of its model. Applied after the ranks agreed.
+    """Facts about SGLang's run, and changes of its model, which are applied after the ranks agreed.
 
     Attributes:
         facts: the model and its settings.

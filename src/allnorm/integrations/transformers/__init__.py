@@ -12,7 +12,6 @@ docs/transformers.md describes how it works and what stays unfused.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 

@@ -39,7 +39,7 @@ class State:
     Attributes:
         vllm_config: the engine's configuration; None outside workers.
         outcome: the ranks' decision; None until they decided.
-        verdicts: decide on each graph; None without a communicator.
+        verdicts: the ranks' verdicts on each graph; None without a communicator.
         word: a part of the cache keys, equal on all ranks: see `generation`.
         place: the file that stores the word; None on ranks that do not store it.
         graphs: number of graphs that the pass received.

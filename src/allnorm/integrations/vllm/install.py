@@ -52,9 +52,8 @@ _LEFT_ALONE = (
 def _without(unfused: str, needed: str = "") -> Callable[[Exception], None]:
     """Returns a handler for a patch that fails: it logs the error, and the engine continues.
 
-    Args:
-        unfused: text for the log that names what is not fused without the patch.
-        needed: the module's name, if no rank of the group may fuse without the patch.
+    `unfused` is a text for the log that names what is not fused without the patch. `needed` is the
+    module's name if no rank of the group may fuse without the patch.
     """
 
     def failed(error: Exception) -> None:

@@ -19,10 +19,7 @@ Action = Callable[[ModuleType], None]
 def when_imported(name: str, action: Action, failed: Callable[[Exception], None]) -> None:
     """Calls `action` with a module after its import; immediately if it is imported already.
 
-    Args:
-        name: the name of the module.
-        action: the function to call with the module.
-        failed: called with the exception if `action` raises one.
+    If `action` raises an exception, `failed` is called with it.
     """
 
     def guarded(module: ModuleType) -> None:

@@ -74,7 +74,7 @@ def _nvfp4(
     output_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     layout = "swizzled_128x4" if is_sf_swizzled_layout else "row_major"
-    if output_scale is None:  # the functional overload allocates words of four scales, or bytes
+    if output_scale is None:  # the functional overload allocates int32 words of four scales
         tokens, groups = input.shape[0], input.shape[1] // 16
         shape, dtype = (tokens, groups), torch.uint8
         if is_sf_swizzled_layout:
