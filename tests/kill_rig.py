@@ -108,13 +108,13 @@ def calls(comm: allnorm.Communicator, shuffled: random.Random, kind: str, where:
                 raise AssertionError(f"{where[0]}: wrong rows")
 
 
-def fork_children(chosen: random.Random) -> list[int]:
-    """Forks a child that exits immediately by sys.exit(), as a program would."""
+def fork_child() -> int:
+    """Forks a child that exits immediately by sys.exit(), as a program would; returns its ID."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(ROUND_SECONDS)
         ctypes.pythonapi.Py_Exit(0)  # like sys.exit(), without unwinding the frames of the rank
-    return [pid]
+    return pid
 
 
 def rank_main(rank: int, config: dict[str, Any], ready: int, answer: int, done: int) -> None:
@@ -144,7 +144,7 @@ def rank_main(rank: int, config: dict[str, Any], ready: int, answer: int, done: 
         handler = interrupts if config["hurt"] == "interrupt" else closes
         signal.signal(signal.SIGUSR1, handler)
         signal.signal(signal.SIGALRM, handler)
-    children = fork_children(random.Random(rank)) if config["forks"] else []
+    child = fork_child() if config["forks"] else None
     error: BaseException | None = None
     where = [""]
     try:
@@ -162,9 +162,8 @@ def rank_main(rank: int, config: dict[str, Any], ready: int, answer: int, done: 
         with contextlib.suppress(InterruptError):
             problems += aftermath(comm, error, victim)
         again = "checked"
-    for pid in children:
-        if not ends(pid):
-            problems.append(f"a forked child does not exit: {pid}")
+    if child is not None and not ends(child):
+        problems.append(f"a forked child does not exit: {child}")
     seconds = time.monotonic() - told
     if seconds > LATE_SECONDS:
         problems.append(f"check(), stats() and the next call took {seconds:.1f} s")

@@ -279,30 +279,6 @@ def test_chains_of_dependent_calls(rank: int, world_size: int, early_trigger: bo
 
 
 @on(gpu=(2, 8))
-def test_other_kernels_in_the_graph(rank: int, world_size: int) -> None:
-    """Captures calls together with kernels of torch."""
-    c = comm()
-    case = Case((17, 2880))
-    x, a = case.x(rank), case.norm_arguments()
-
-    def model() -> tuple[torch.Tensor, ...]:
-        doubled = x * 2
-        normed, residual = c.all_reduce_add_rms_norm(doubled, a["residual"], a["weight"], 1e-6)
-        reduced = c.all_reduce(normed.neg())
-        return normed, residual, reduced, reduced + 1
-
-    graph, results = capture(model)
-    for _ in range(5):
-        graph.replay()
-    normed, residual = reference.all_reduce_add_rms_norm(
-        [x * 2 for x in case.xs(world_size)], a["residual"], a["weight"], 1e-6
-    )
-    reduced = reference.all_reduce([normed.neg()] * world_size)
-    for got, want in zip(results, (normed, residual, reduced, reduced + 1), strict=True):
-        assert_same_bits(got, want, "model")
-
-
-@on(gpu=(2, 8))
 def test_changing_streams(rank: int, world_size: int) -> None:
     """A communicator orders its calls on different streams (incident 11)."""
     c = comm()
