@@ -67,14 +67,14 @@ def compare(
 
 
 def count(rank: int, world_size: int, kind: str, seeds: range) -> tuple[Any, list[str]]:
-    """Totals of some programs, and the errors of failed ones."""
+    """Runs programs; returns totals, and the errors of failed ones."""
     one = importlib.import_module(KINDS[kind]).one
     totals: collections.Counter[str] = collections.Counter()
     failures = []
     for seed in seeds:
         try:
             reports: list[FusionReport] | None = one(rank, seed)
-        except Exception as error:  # noqa: BLE001 - counted, with the others going on
+        except Exception as error:  # noqa: BLE001 - counted, so that the other programs run
             # By name, because the program that runs as __main__ has a different class object.
             wrong = type(error).__name__ == WrongError.__name__
             totals["wrong" if wrong else "raised"] += 1

@@ -115,8 +115,24 @@ def message_of(error: type[BaseException] | tuple[type[BaseException], ...], cal
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def synchronize() -> None:
+    """Waits for this rank's GPU, if there is one."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run_and_check(c: allnorm.Communicator, call: Callable[[], object]) -> None:
+    """Runs a call and checks for errors.
+
+    A call that fails raises on CPU. On CUDA, check() raises after the kernel has ended.
+    """
+    call()
+    synchronize()
+    c.check()
+
+
 def check_cases(rank: int, world_size: int, cases: list[Case], **arguments: Any) -> int:
-    """Runs in ranks; returns how many cases ran. The others must be refused.
+    """Checks cases in ranks; returns how many ran. All others must be refused.
 
     `arguments` are arguments of the communicator.
     """

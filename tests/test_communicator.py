@@ -322,7 +322,7 @@ def test_environment(rank: int, world_size: int) -> None:
     assert c.plan(tokens, 4096, torch.bfloat16).num_chunks > 1
     Case((tokens, 4096)).check(c)
     c.close()
-    # only one rank is misconfigured; all ranks raise, and none hangs
+    # One rank is misconfigured: all ranks raise, and none hangs.
     own = {"ALLNORM_TIMEOUT_SECS": "1"} if rank == 0 else {}
     kinds = (allnorm.ConfigurationError, allnorm.AllnormError)
     assert "ALLNORM_TIMEOUT_SECS" in message_of(kinds, lambda: with_environment(own, create))

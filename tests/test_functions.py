@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import pathlib
 import subprocess
@@ -19,7 +18,7 @@ from rank_helpers import Case, comm, message_of, on
 from torch.distributed.device_mesh import init_device_mesh
 
 import allnorm
-from allnorm import functions, reference
+from allnorm import reference
 from allnorm.testing import assert_same_bits, run_ranks
 from allnorm.testing.rank import device
 
@@ -50,17 +49,6 @@ def test_functions(rank: int, world_size: int) -> None:
     assert_same_bits(allnorm.all_gather_rows(whole[lo:hi], 3), whole, "all_gather_rows")
     assert "num_tokens=-1" in message_of(ValueError, lambda: allnorm.row_shard(-1))
     assert "expected a torch.Tensor" in message_of(TypeError, lambda: allnorm.all_reduce([1.0]))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["all_reduce", "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_quant", "all_gather_rows"],
-)
-def test_functions_have_the_parameters_of_methods(name: str) -> None:
-    method = inspect.signature(getattr(allnorm.Communicator, name)).parameters
-    function = dict(inspect.signature(getattr(functions, name)).parameters)
-    assert function.pop("group").default is None
-    assert [str(p) for p in function.values()] == [str(p) for p in list(method.values())[1:]]
 
 
 @on(cpu=(2,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import subprocess
@@ -18,7 +19,7 @@ from allnorm.core import _native
 
 PACKAGE = pathlib.Path(allnorm.__file__).parent
 COMMANDS_ONLY = ("typer", "click", "rich", "matplotlib")
-# 20 ms where torch takes 1.2 s: whatever slows one import down slows both.
+# allnorm may take 20 ms if torch takes 1.2 s. A slow machine slows both imports.
 IMPORT_SHARE = 0.020 / 1.2
 
 PRELUDE = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
@@ -41,28 +42,16 @@ if __name__ == "__main__":
     import test_imports
 
     job = run.Job((Shape(2, 256),), (Mode(),), "bfloat16", "rounded", ("allnorm",), "cpu", 0.01)
-    print(*sum(run_ranks(test_imports.loaded_by_bench, 2, args=(job,)), []))
+    print(*sum(run_ranks(test_imports.loaded_by, 2, args=("bench", job)), []))
     job = Job("cpu", 1, full=False, seconds=0.1, stress=0, only=("strided",))
-    print(*sum(run_ranks(test_imports.loaded_by_verify, 2, args=(job,)), []))
+    print(*sum(run_ranks(test_imports.loaded_by, 2, args=("verify", job)), []))
 """
 
 
-def loaded_for_commands() -> list[str]:
+def loaded_by(rank: int, world_size: int, package: str, job: object) -> list[str]:
+    """Runs a job of `bench` or `verify`; returns loaded modules that only commands need."""
+    assert importlib.import_module(f"allnorm.{package}.run").run(rank, world_size, job)
     return [name for name in COMMANDS_ONLY if name in sys.modules]
-
-
-def loaded_by_bench(rank: int, world_size: int, job: object) -> list[str]:
-    from allnorm.bench import run
-
-    assert run.run(rank, world_size, job)
-    return loaded_for_commands()
-
-
-def loaded_by_verify(rank: int, world_size: int, job: object) -> list[str]:
-    from allnorm.verify import run
-
-    assert run.run(rank, world_size, job)
-    return loaded_for_commands()
 
 
 def output_of(

@@ -114,7 +114,7 @@ def test_a_row_that_does_not_fit_is_unfused() -> None:
 
 
 def test_a_row_that_the_kernels_do_not_hold_is_unfused() -> None:
-    """As on GPUs without clusters, where one block must hold the whole row."""
+    """GPUs without clusters have such a limit, because one block must hold the whole row."""
     traits = policy.Traits("cuda", 2, max_row_bytes=8 << 10)
     assert choose(traits, 1, 4096).algorithm == "one_shot"
     plan = choose(traits, 1, 4104)

@@ -22,7 +22,7 @@ sys.path.remove(str(ENGINES))
 
 
 class Engine:
-    """Prefills take 20, 60, 20, 60... ms, tokens 2 ms, which it optionally reports."""
+    """An engine with prefills of 20 and 60 ms in turn, and tokens of 2 ms, which it may report."""
 
     def __init__(self, tells: bool) -> None:
         self._made, self._tells, self._calls = latency.Generation, tells, 0

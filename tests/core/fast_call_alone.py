@@ -152,7 +152,7 @@ def error_of(kind, call, arguments):
 
 
 class InterruptedByHandlerError(Exception):
-    """What a signal handler raises."""
+    """The error that a signal handler raises."""
 
 
 def interrupt(*arguments):
@@ -417,7 +417,7 @@ def main(path, size, *offsets):
     assert launches.seen[3:] == (got[3].address, got[2].address, _BASE + 128, _BASE + 160)
     for taken in (Tensor(120), Tensor(140), residual, Tensor(162)):
         assert not is_made(quantizing, **{**memory, "scale_out": taken})
-    # Values that have parts: some are tensors of the call, the others constants.
+    # Arguments with parts, which are tensors of the call or constants.
     extended, keep_extended, *_ = new()
     parts = tuple(map(Tensor, (200, 216, 232, 248)))
 

@@ -7,6 +7,7 @@ traffic of its group.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -114,12 +115,13 @@ def run_in_threads(
 ) -> None:
     """Creates a communicator per entry of `islands`, and makes its calls in its own thread."""
     comms = [allnorm.Communicator(device=device(), islands=part, timeout=120) for part in islands]
-
-    def body(number: int, c: allnorm.Communicator) -> Callable[[], None]:
-        pauses = random.Random(f"pauses {rank} {number}")
-        return lambda: make_calls(c, algorithms, number, count, pauses)
-
-    in_threads([body(number, c) for number, c in enumerate(comms)])
+    pauses = [random.Random(f"pauses {rank} {number}") for number in range(len(comms))]
+    in_threads(
+        [
+            functools.partial(make_calls, c, algorithms, number, count, pauses[number])
+            for number, c in enumerate(comms)
+        ]
+    )
     for c in comms:
         c.check()
         c.close()
@@ -168,17 +170,14 @@ def test_threads_with_a_group_each(rank: int, world_size: int) -> None:
     groups = [dist.new_group(range(world_size)) for _ in range(2)]
     with mock.patch.dict(os.environ, {"ALLNORM_TIMEOUT_SECONDS": "20"}):
 
-        def body(number: int) -> Callable[[], None]:
-            def calls() -> None:
-                time.sleep(0.3 * ((rank + number) % 2))
-                for call in range(20):
-                    x = torch.full((7, 96), float(100 * number + call + rank), device=device())
-                    want = sum(100 * number + call + other for other in range(world_size))
-                    assert (allnorm.all_reduce(x, group=groups[number]) == want).all()
+        def calls(number: int) -> None:
+            time.sleep(0.3 * ((rank + number) % 2))
+            for call in range(20):
+                x = torch.full((7, 96), float(100 * number + call + rank), device=device())
+                want = sum(100 * number + call + other for other in range(world_size))
+                assert (allnorm.all_reduce(x, group=groups[number]) == want).all()
 
-            return calls
-
-        in_threads([body(number) for number in range(2)])
+        in_threads([functools.partial(calls, number) for number in range(2)])
 
 
 def make_at_the_same_time(rank: int, world_size: int) -> list[str]:
@@ -299,22 +298,19 @@ def cross(rank: int, world_size: int, how: str, algorithm: str) -> list[str]:
     pauses = random.Random(rank)
     seen: list[str] = []
 
-    def body(number: int) -> Callable[[], None]:
-        def calls() -> None:
-            case = Case((7, 96), torch.float32, call=number, algorithm=algorithm)
-            try:
-                for _ in range(100_000):
-                    if how == "functions":
-                        allnorm.all_reduce(case.x(rank))
-                    else:
-                        case.run(c)
-                    time.sleep(pauses.random() * 1e-3)
-            except allnorm.AllnormError as error:
-                seen.append(f"{type(error).__name__}: {error}")
+    def calls(number: int) -> None:
+        case = Case((7, 96), torch.float32, call=number, algorithm=algorithm)
+        try:
+            for _ in range(100_000):
+                if how == "functions":
+                    allnorm.all_reduce(case.x(rank))
+                else:
+                    case.run(c)
+                time.sleep(pauses.random() * 1e-3)
+        except allnorm.AllnormError as error:
+            seen.append(f"{type(error).__name__}: {error}")
 
-        return calls
-
-    in_threads([body(number) for number in range(3)])
+    in_threads([functools.partial(calls, number) for number in range(3)])
     call = allnorm.all_reduce if how == "functions" else c.all_reduce
     with pytest.raises(allnorm.AllnormError, match="threads"):
         call(torch.ones(7, 96))

@@ -98,7 +98,7 @@ def test_operators_are_the_public_calls() -> None:
 
 
 @pytest.mark.parametrize("name", names.COLLECTIVES)
-def test_a_function_takes_what_its_method_takes(name: str) -> None:
+def test_functions_have_the_parameters_of_methods(name: str) -> None:
     method = inspect.signature(getattr(allnorm.Communicator, name)).parameters
     function = dict(inspect.signature(getattr(allnorm, name)).parameters)
     assert function.pop("group").kind is inspect.Parameter.KEYWORD_ONLY
@@ -107,8 +107,8 @@ def test_a_function_takes_what_its_method_takes(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("update", [False, True])
-def test_a_call_is_what_its_operator_makes_of_it(name: str, update: bool) -> None:
-    """From a Call to the arguments of an operator and back, nothing is lost."""
+def test_operator_arguments_preserve_a_call(name: str, update: bool) -> None:
+    """Converting a Call to arguments of an operator and back loses nothing."""
     row = OPERATORS[name]
     specs = QUANTS if row.is_quantized else (None,)
     for quant in specs:
@@ -136,7 +136,7 @@ def test_a_call_is_what_its_operator_makes_of_it(name: str, update: bool) -> Non
         assert named.get("residual_rows") == (3 if "residual_sharded" in given else None)
 
 
-def test_a_post_norm_must_be_one() -> None:
+def test_wrong_post_norms_are_refused() -> None:
     wrong: Any = X[0]
     with pytest.raises(TypeError, match=r"expected an allnorm\.PostNorm"):
         Call(op="all_reduce_add_rms_norm", source=X, post_norm=wrong)

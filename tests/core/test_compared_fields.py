@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import struct
 import subprocess
 import sys
@@ -212,23 +213,16 @@ def diverge(
                 outcomes.append(None)
                 continue
             case, more = mine
-            if field == "num_tokens" and algorithm == "one_shot":
-                outcomes.append(None)  # one_shot gathers no rows
-                continue
             if field == "num_tokens":
+                if algorithm == "one_shot":  # it gathers no rows
+                    outcomes.append(None)
+                    continue
                 num_tokens = SHAPE[0] + (rank == last)
                 lo, hi = c.row_shard(num_tokens)
                 rows = torch.ones(hi - lo, SHAPE[1])
-
-                def call(
-                    c: allnorm.Communicator = c, n: int = num_tokens, rows: torch.Tensor = rows
-                ) -> Any:
-                    return c.all_gather_rows(rows, n, algorithm=algorithm)
+                call = functools.partial(c.all_gather_rows, rows, num_tokens, algorithm=algorithm)
             else:
-
-                def call(c: allnorm.Communicator = c, case: Case = case, more: Any = more) -> Any:
-                    return case.run(c, **more)
-
+                call = functools.partial(case.run, c, **more)
             try:
                 results = call()
             except allnorm.PeerDivergedError as error:

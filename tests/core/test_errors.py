@@ -29,9 +29,9 @@ EITHER = (TypeError, ValueError)
 UNSUPPORTED = allnorm.UnsupportedError
 META = "meta"
 
-# "argument what is wrong": (error types, words of the message besides the argument's name, change).
-# The change takes the arguments of a valid call; it returns the wrong value of the argument that
-# the name begins with, or several arguments by name.
+# name: (error types, words of the message, change). A name begins with an argument, which the
+# message must contain too. The change takes the arguments of a valid call, and returns the wrong
+# value of that argument, or several arguments by name.
 Row = tuple[Any, tuple[str, ...], Callable[[dict[str, Any]], Any]]
 
 

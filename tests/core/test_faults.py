@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import Case, device, on
+from rank_helpers import Case, device, on, run_and_check, synchronize
 
 import allnorm
 from allnorm import quant
@@ -34,19 +34,7 @@ from allnorm.policy import Plan
 from allnorm.testing import RankPool, gather
 
 TIMEOUT = datetime.timedelta(seconds=1.5)
-SLACK_SECONDS = 10.0  # what a busy machine may add to the timeout
-
-
-def synchronize() -> None:
-    if device().type == "cuda":
-        torch.cuda.synchronize()
-
-
-def run_and_check(c: allnorm.Communicator, call: Callable[[], object]) -> None:
-    """Runs a call that fails: on CPU it raises, on CUDA check() raises after the kernel's end."""
-    call()
-    synchronize()
-    c.check()
+SLACK_SECONDS = 10.0  # delay of a busy machine, in addition to the timeout
 
 
 def faulty_call(

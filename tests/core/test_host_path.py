@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,11 +39,7 @@ def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
     c = comm()
     found: list[tuple[Callable[[], Any], int, Case]] = []
     for case, results in KINDS:
-        x, arguments, method = case.x(rank), case.call_arguments(c), case.method(c)
-
-        def call(x: Any = x, arguments: Any = arguments, method: Any = method) -> Any:
-            return method(x, **arguments)
-
+        call = functools.partial(case.method(c), case.x(rank), **case.call_arguments(c))
         found.append((call, results, case))
         for _ in range(3):
             case.compare(c, *call())
@@ -54,7 +51,7 @@ def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
 
 @on(cpu=(2,), gpu=(2,))
 def test_no_operators(rank: int, world_size: int) -> None:
-    """A call runs only operators of torch that make results, where there is no faster way."""
+    """A call runs no operators of torch except to allocate results, if there is no faster way."""
     makes = {"aten::empty_strided", "aten::as_strided"}
     for call, results, case in calls(rank):
         # A dispatch mode would change the call: under one, it is an operator that the mode sees.

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import Case, comm, device, message_of, on, same_on_every_rank
+from rank_helpers import Case, comm, device, message_of, on, run_and_check, same_on_every_rank
 
 import allnorm
 from allnorm import quant as quants
@@ -358,7 +358,7 @@ ALONE: dict[str, tuple[Callable[[allnorm.Communicator], Any], str]] = {
     "too few rows to gather": (gathered_height, "this rank's rows"),
     "out of memory": (out_of_memory, "no memory for results"),
 }
-# The same call is valid on rank 1, which has different rows. For the others, rank 1 reduces x.
+# Calls that rank 1, which has different rows, can make too. Otherwise rank 1 calls all_reduce.
 SAME = {
     "an expanded shard": expanded_shard,
     "a shard too low": wrong_height,
@@ -396,14 +396,6 @@ def refuse_alone(rank: int, world_size: int, name: str, unfused: bool, repeats: 
     with allnorm.Communicator(device=device()) as fresh:
         CASE.check(fresh)
     return text
-
-
-def run_and_check(c: allnorm.Communicator, call: Callable[[], Any]) -> None:
-    """Runs a call that fails: on CPU it raises, on CUDA check() raises after the kernel's end."""
-    call()
-    if c.device.type == "cuda":
-        torch.cuda.synchronize()
-    c.check()
 
 
 @on(cpu=(2,), gpu=(2,))

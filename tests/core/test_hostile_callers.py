@@ -24,14 +24,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import Case, device, on
+from rank_helpers import Case, device, on, run_and_check, synchronize
 
 import allnorm
 from allnorm.core import _native, fast_call, watch
 from allnorm.testing import assert_same_bits
 
 NEVER = datetime.timedelta(hours=2)
-LATE_SECONDS = 10.0  # limit on a busy machine for what takes at most 0.1 s on an idle one
+LATE_SECONDS = 10.0  # limit on a busy machine; an idle one needs 0.1 s
 CASE = Case((5, 512), algorithm="one_shot")
 KEPT: list[Any] = []
 
@@ -57,17 +57,6 @@ def make(**arguments: Any) -> allnorm.Communicator:
     for call in range(4):  # C dispatches the call from the third time on
         CASE.but(call=call).check(c)
     return c
-
-
-def run_and_check(c: allnorm.Communicator) -> None:
-    CASE.run(c)
-    synchronize()
-    c.check()
-
-
-def synchronize() -> None:
-    if device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def fails_within(
@@ -438,7 +427,7 @@ def test_a_rank_that_ends_is_an_error_only_once_it_is_needed(
     time.sleep(2 * watch.SETTLED_SECONDS + 0.5)
     synchronize()
     assert c.check() is None, "all calls were complete"
-    error = fails_within(allnorm.PeerTimeoutError, lambda: run_and_check(c), 1)
+    error = fails_within(allnorm.PeerTimeoutError, lambda: run_and_check(c, lambda: CASE.run(c)), 1)
     assert error.peer == 1
     if c.device.type == "cpu":
         kind = allnorm.PeerLeftError if how == "closes" else allnorm.PeerDiedError

@@ -56,7 +56,7 @@ def test_overlapping_memory_is_refused(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @on(gpu=(2, 8))
 def test_more_than_two_to_the_31_elements(rank: int, world_size: int) -> None:
-    """More than 2**31 elements: offsets are 64-bit (incident 12). Compared on sampled rows."""
+    """Offsets have 64 bits (incident 12). Sampled rows are compared."""
     c = comm()
     hidden_size = 8192
     num_tokens = 2**31 // hidden_size + 3

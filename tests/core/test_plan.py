@@ -1,4 +1,4 @@
-"""`plan()` returns what a call would run, or raises the call's error."""
+"""`plan()` returns the algorithm that a call would run, or raises the call's error."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def call_of(
 
 
 class Recorder:
-    """A library and an exchange that only record what they are asked to do.
+    """A library and an exchange that only record requests.
 
     Attributes:
         steps: kind and number of tokens of each launch, kind and shape of each exchange.

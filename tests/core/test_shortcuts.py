@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rank_helpers import Case, comm, device, on
+from rank_helpers import Case, device, on
 
 import allnorm
 from allnorm.core import fast_call, shortcuts
@@ -137,33 +137,3 @@ def test_c_dispatches_repeated_calls(rank: int, world_size: int) -> None:
                 c.all_reduce(x)
     # The first three cases share their all_reduce, which the last one's shape makes a new call.
     assert counts == [2, 2, 0, 0, 0, 0, *[1, 1, 0, 0, 0, 0] * 2, 2, 2, 0, 0, 0, 0]
-
-
-@on(cpu=(2,), gpu=(2,))
-def test_calls_that_alternate(rank: int, world_size: int) -> None:
-    """Alternates calls of different kinds, shapes and constants after all are prepared."""
-    c = comm()
-    cases = [
-        Case(shape=(3, 64)),
-        Case(shape=(4, 64)),
-        Case(shape=(3, 64), residual=False),
-        Case(shape=(3, 64), weight_bias=-0.0),
-        Case(shape=(3, 64), weight_bias=1.0),
-        Case(shape=(3, 64), eps=1e-3),
-        Case(shape=(3, 64), numerics="vllm"),
-        Case(shape=(3, 64), float32_weight=True),
-        Case(shape=(3, 64), dtype=torch.float16),
-        Case(shape=(3, 64), quant=allnorm.Fp8PerGroup(32)),
-        Case(shape=(3, 64), quant=allnorm.Fp8PerToken()),
-        Case(shape=(3, 64), quant=allnorm.Fp8PerGroup(32), return_normed=True),
-        Case(shape=(3, 64), sharded=True),
-        Case(shape=(3, 64), algorithm="unfused"),
-    ]
-    for _ in range(3):
-        for case in cases:
-            for _ in range(2):
-                case.check(c)
-    for case in cases:
-        for other in cases:
-            case.check(c)
-            other.check(c)

@@ -266,7 +266,7 @@ def test_nested_tensors(rank: int, world_size: int, name: str, layout: str) -> N
 
 @on(cpu=(2,), gpu=(2,))
 def test_dispatch_modes_see_calls(rank: int, world_size: int) -> None:
-    """A dispatch mode sees first and repeated calls, and calls return what the mode returns."""
+    """A dispatch mode sees first and repeated calls, and its results are returned."""
     x, r = _inputs(rank)
     for form, program in _Forms(comm()).programs.items():
         for repeats in REPEATS:

@@ -112,7 +112,7 @@ def test_a_missing_rank_is_waited_for_once() -> None:
 
 @pytest.mark.parametrize("mine", [Answer("no luck"), Answer(result="one site")])
 def test_a_rank_that_cannot_fuse_what_peers_have_fused_raises(mine: Answer) -> None:
-    """Rank 2 has the graph in its cache. Peers would wait forever for a rank that goes on alone."""
+    """Rank 2 has cached the fused graph. Peers would wait forever for a rank that runs unfused."""
     found = Group(3, patience_s=0.2).ask({0: DONE, 1: mine})
     assert found[0] == ""
     assert found[1].startswith("raised ")

@@ -35,8 +35,8 @@ CSRC_ALLOWED = {
 # Orthogonal parts of the kernels: a header of one kind must not include a header of another kind.
 CSRC_KINDS = {"sources", "transports", "formats", "epilogue"}
 
-# Headers of a GPU vendor: found by the include path, so that another vendor's folder, or the fibers
-# of csrc/tests/shim, can stand in its place.
+# Headers of a GPU vendor. The include path selects the folder: that of a vendor, or the fibers of
+# csrc/tests/shim.
 CSRC_LEAF = {path.name for path in (CSRC / "gpu" / "cuda").iterdir()}
 
 # Third-party headers, and the files that may include them.

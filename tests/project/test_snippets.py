@@ -98,7 +98,7 @@ def of(*languages: str) -> Any:
     return pytest.mark.parametrize("block", found, ids=[block.where for block in found])
 
 
-# ---- what is collected ---------------------------------------------------------------------------
+# ---- collection ----------------------------------------------------------------------------------
 
 
 def test_blocks_are_found() -> None:
