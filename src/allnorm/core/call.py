@@ -20,8 +20,8 @@ from allnorm.quant import Fp8PerTensor, NvFp4, Quant
 class Call:
     """One call, as its caller made it; only the types of `source` and `post_norm` are checked.
 
-    A new argument needs a field here and a keyword in `Runner.call`. A tensor, or a value that
-    holds tensors, also needs a line in INPUTS or MEMORY, one in PARTS, and a name in
+    A new argument needs a field here; the keywords of `Runner.call` follow. A tensor, or a value
+    that holds tensors, also needs a line in INPUTS or MEMORY, one in PARTS, and a name in
     csrc/python/arguments.h.
     """
 
