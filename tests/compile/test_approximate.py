@@ -49,9 +49,14 @@ def static_by_one_over_the_scale(y, scale):
     return cast(y.float() * (1.0 / scale)), scale
 
 
-def token(y, _):
-    scale = (over_rows(y) / 448.0).clamp(min=LEAST_SCALE)
-    return cast(y.to(torch.float32) * scale.reciprocal()), scale
+def by_token(scale_of):
+    """Returns a quantization whose scale is `scale_of(amax)` of each row."""
+
+    def form(y, _):
+        scale = scale_of(over_rows(y))
+        return cast(y.float() * scale.reciprocal()), scale
+
+    return form
 
 
 def token_by_amax(y, _):
@@ -69,11 +74,6 @@ def token_without_clamp(y, _):
     return (y.float() * scale.reciprocal()).to(FP8), scale
 
 
-def token_with_least_amax(y, _):
-    scale = over_rows(y).clamp(min=1e-10) / 448.0
-    return cast(y.float() * scale.reciprocal()), scale
-
-
 def token_with_a_different_least_amax(y, _):
     scale = over_rows(y).clamp(min=1 / 512) / 448.0
     return cast(y.float() / scale), scale
@@ -86,29 +86,20 @@ def group(y, _):
     return cast(groups / scale).view(-1, HIDDEN), scale.squeeze(-1).reshape(24, HIDDEN // 128)
 
 
+token = by_token(lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE))
 TAKEN = {
     **table("per_tensor", static, static_by_one_over_the_scale),
     **table(
         "per_token",
-        token,
         token_by_amax,
         token_divided,
         token_without_clamp,
-        token_with_least_amax,
         token_with_a_different_least_amax,
+        token=token,
+        token_with_least_amax=by_token(lambda amax: amax.clamp(min=1e-10) / 448.0),
     ),
     **table("per_group 128", group),
 }
-
-
-def by_token(scale_of):
-    """Returns a quantization whose scale is `scale_of(amax)` of each row."""
-
-    def form(y, _):
-        scale = scale_of(over_rows(y))
-        return cast(y.float() * scale.reciprocal()), scale
-
-    return form
 
 
 def reciprocal_in_16_bits(y, _):

@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import os
-import pathlib
 import re
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from torch.fx import symbolic_trace
 import allnorm
 from allnorm import reference
 from allnorm.compile import groups
-from allnorm.testing import assert_same_bits, rank_input, run_ranks, shared_input
+from allnorm.testing import assert_same_bits, rank_input, shared_input
 
 from .helpers import EPS, HIDDEN, Inputs, cast, gemma, llama, open_names, reduce
 
@@ -168,42 +167,6 @@ def test_toggled(rank: int, world_size: int) -> None:
         torch._dynamo.reset()
         results = compiled(model, allnorm.compile.inductor_pass(c))(x, residual)
         assert_same_bits(results[0], expected[0], "after the other communicator was closed")
-
-
-def served(rank: int, world_size: int, folder: str, given: bool) -> tuple[int, str]:
-    """Compiles in a new process, with caches that an earlier process may have filled."""
-    c = allnorm.Communicator() if given else None
-    x, residual = arguments(rank)
-    weight = shared_input((HIDDEN,), bf16, "weight")
-
-    def block(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + funcol.all_reduce(x, "sum", dist.group.WORLD)
-        return llama(residual, weight), residual
-
-    with inductor_caches(os.path.join(folder, str(rank))), torch.no_grad():
-        fusion = allnorm.compile.inductor_pass(c)
-        results = compiled(block, fusion)(x, residual, weight)
-    xs = [arguments(r)[0] for r in range(world_size)]
-    expected = reference.all_reduce_add_rms_norm(
-        xs, residual, weight, EPS, numerics="transformers", weight_bias=-0.0
-    )
-    for mine, theirs in zip(results, expected, strict=True):
-        assert_same_bits(mine, theirs, "in a different process")
-    (name,) = open_names()
-    return len(fusion.reports), name
-
-
-@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
-def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
-    """Tests that only processes with the same communicator reuse compiled code."""
-    reports = []
-    for _ in range(2):
-        answers = run_ranks(served, 2, args=(str(tmp_path), given))
-        assert {name for _, name in answers} == {"0#1" if given else "0"}
-        reports.append([count for count, _ in answers])
-    assert reports[0] == [1, 1]
-    # Compiled code is reused only if the communicator is certain to exist.
-    assert reports[1] == ([0, 0] if given else [1, 1])
 
 
 @on(cpu=(2,))

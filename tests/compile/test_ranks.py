@@ -197,7 +197,10 @@ class Block(torch.nn.Module):
 def in_inductor(
     rank: int, world_size: int, folder: str, given: bool, looks: int | None
 ) -> tuple[int, int]:
-    """Compiles and runs twice; returns how many graphs the pass saw and how many sites it fused."""
+    """Compiles in a new process, with caches that an earlier process may have filled.
+
+    Returns how many graphs the pass saw and how many sites it fused.
+    """
     c = allnorm.Communicator() if given else None
     x, residual = arguments(rank)
     weight = shared_input((HIDDEN,), bf16, "weight")
@@ -215,7 +218,16 @@ def in_inductor(
             assert_same_bits(summed, expected[1], "sum")
             if looks is None:  # unfused code of Inductor rounds less often
                 assert_same_bits(normed, expected[0], "normed")
+    assert looks is not None or open_names() == ["0#1" if given else "0"]
     return len(fusion.reports), sum(len(report.fused) for report in fusion.reports)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
+    """Tests that compiled code is reused only if the communicator is certain to exist."""
+    run = functools.partial(run_ranks, in_inductor, 2, args=(str(tmp_path), given, None))
+    assert run() == [(1, 1), (1, 1)]
+    assert run() == ([(0, 0), (0, 0)] if given else [(1, 1), (1, 1)])
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])

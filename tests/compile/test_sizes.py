@@ -18,59 +18,45 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from allnorm.compile import fuse
 
-from .helpers import llama, nodes_calling, reduce
+from .helpers import llama, nodes_calling, reduce, summed
 from .test_random_contents import HIDDEN, ints, one
 
-GRAPHS: dict[str, Callable[..., Any]] = {}
 REFUSE = {"first_part", "without_a_one"}  # some sizes need different nodes
 ALWAYS = {"plain", "shape_of_another_tensor"}  # fused for all sizes, without a check of inputs
 
 
-def graph(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function of (x, residual, weight)."""
-    GRAPHS[fn.__name__] = fn
-    return fn
+def rms_norm(z, w):
+    return F.rms_norm(z, (HIDDEN,), w, 1e-5)
 
 
-@graph
-def plain(x, residual, w):
-    z = reduce(x) + residual
-    return llama(z, w), z
-
-
-@graph
-def views_of_fixed_sizes(x, residual, w):
-    """Views the sum in shapes that agree only for 4 tokens."""
-    z = reduce(x.reshape(-1, 2, HIDDEN)) + residual.view(-1, 2, HIDDEN)
-    return llama(z.flatten(0, -2).view(2, -1, HIDDEN), w), z
-
-
-@graph
 def views_of_another_tensor(x, residual, w):
     other = residual.view(-1, 2, HIDDEN)
     z = reduce(x) + residual
     return llama(z.view(2, -1, HIDDEN), w) * 2, other, z
 
 
-@graph
-def shape_of_another_tensor(x, residual, w):
-    z = reduce(x.view(2, -1, HIDDEN)).view(residual.shape) + residual
-    return F.rms_norm(z, (HIDDEN,), w, 1e-5), z
-
-
-@graph
 def first_part(x, residual, w):
     """Splits the rows into parts of two rows."""
     z = reduce(x) + residual
-    part = F.rms_norm(z, (HIDDEN,), w, 1e-5).split(2)
+    part = rms_norm(z, w).split(2)
     return part[0], part[1], z
 
 
-@graph
-def without_a_one(x, residual, w):
-    """Squeezes the first dimension, which removes it if there is one token."""
-    z = (reduce(x) + residual).squeeze(0)
-    return F.rms_norm(z, (HIDDEN,), w, 1e-5)
+GRAPHS = {
+    "plain": summed(llama),
+    # These views have the same shape only if there are 4 tokens.
+    "views_of_fixed_sizes": summed(
+        lambda z, w: llama(z.flatten(0, -2).view(2, -1, HIDDEN), w),
+        lambda x, r: reduce(x.reshape(-1, 2, HIDDEN)) + r.view(-1, 2, HIDDEN),
+    ),
+    "views_of_another_tensor": views_of_another_tensor,
+    "shape_of_another_tensor": summed(
+        rms_norm, lambda x, r: reduce(x.view(2, -1, HIDDEN)).view(r.shape) + r
+    ),
+    "first_part": first_part,
+    # Squeezing removes the first dimension only if there is one token.
+    "without_a_one": lambda x, r, w: rms_norm((reduce(x) + r).squeeze(0), w),
+}
 
 
 class Of(nn.Module):
