@@ -22,7 +22,6 @@ from .helpers import (
     reduce,
     rms_norm,
     rstd,
-    table,
 )
 from .test_matches import (
     FLOAT16,
@@ -73,12 +72,12 @@ def without_weight(z, w):
 # ---- two norms ----------------------------------------------------------------------------------
 
 
-def float32_sum_after_a_post_norm(x, r, w):
+def float32_sum(x, r, w):
     z = gemma(reduce(x), w).float() + r.float()
     return (z * rstd(z) * w).to(bf16), z.to(bf16)
 
 
-def float32_sum_rounded_before_both_weights(x, r, w):
+def float32_sum_rounded_before_weights(x, r, w):
     z = llama(reduce(x), w).float() + r
     return (z * rstd(z)).to(bf16) * w, z.to(bf16)
 
@@ -113,24 +112,27 @@ def norm_of_the_norm(x, r, w):
 
 
 BOUNDARIES = {
-    **table(
+    "norm_of_the_norm": (norm_of_the_norm, post_norm("transformers")),
+    "llama_sandwich": (
+        sandwich(lambda z, w: llama(z, w, 1e-6), half(llama)),
         post_norm("transformers"),
-        norm_of_the_norm,
-        llama_sandwich=sandwich(lambda z, w: llama(z, w, 1e-6), half(llama)),
-        post_norm_without_weight=sandwich(without_weight, llama),
-        second_norm_without_weight=sandwich(llama, without_weight),
     ),
-    **table(
-        post_norm("rounded"), in_place, both_without_weight=sandwich(without_weight, without_weight)
+    "gemma_sandwich": (
+        sandwich(gemma, half(gemma)),
+        post_norm("rounded", Inputs(shape=(7, 2304))),
     ),
-    **table(
-        post_norm("rounded", Inputs(shape=(7, 2304))), gemma_sandwich=sandwich(gemma, half(gemma))
+    "post_norm_without_weight": (sandwich(without_weight, llama), post_norm("transformers")),
+    "second_norm_without_weight": (sandwich(llama, without_weight), post_norm("transformers")),
+    "both_without_weight": (sandwich(without_weight, without_weight), post_norm("rounded")),
+    "in_place": (in_place, post_norm("rounded")),
+    "float32_sum": (float32_sum, post_norm("unrounded")),
+    "float32_sum_rounded_before_weights": (
+        float32_sum_rounded_before_weights,
+        post_norm("vllm"),
     ),
-    **table(post_norm("unrounded"), float32_sum_after_a_post_norm),
-    **table(post_norm("vllm"), float32_sum_rounded_before_both_weights),
-    **table(
+    "sum_that_is_not_kept": (
+        lambda x, r, w: rms_norm(rms_norm(reduce(x), w) + r, w, 1e-6),
         expect("rounded", boundary="post norm"),
-        sum_that_is_not_kept=lambda x, r, w: rms_norm(rms_norm(reduce(x), w) + r, w, 1e-6),
     ),
     "float32_sandwich": (
         sandwich(in_dtype(torch.float32), in_dtype(torch.float32, lambda w: w * 2)),
@@ -144,12 +146,15 @@ BOUNDARIES = {
         sandwich(rounded_first, half(rounded_first)),
         post_norm("transformers", FLOAT32_WEIGHT),
     ),
-    **table(
-        post_norm("transformers", Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN))),
+    "viewed_before_the_residual": (
         viewed_before_the_residual,
+        post_norm("transformers", Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN))),
     ),
-    **table(expect("transformers", boundary="post norm", norms=3), sum_normed_twice),
-    **table(post_norm(["rounded"] * 3), layers),
+    "sum_normed_twice": (
+        sum_normed_twice,
+        expect("transformers", boundary="post norm", norms=3),
+    ),
+    "layers": (layers, post_norm(["rounded"] * 3)),
 }
 
 # ---- no second norm, and scaled sums ------------------------------------------------------------
@@ -246,13 +251,7 @@ def reduced_is_returned(x, r, w):
     return gemma(total, w), total, reduced
 
 
-def post_norm_plus_itself(x, r, w):
-    normed = gemma(reduce(x), w)
-    total = normed + torch.relu(normed)
-    return gemma(total, w), total
-
-
-def residual_from_a_later_reduction_of_it(x, r, w):
+def residual_from_a_later_reduction(x, r, w):
     normed = gemma(reduce(x), w)
     late = torch.relu(reduce(normed))
     return gemma(normed + late, w), late
@@ -267,15 +266,21 @@ NEARLY = {
         sandwich(llama, gemma),
         ("transformers", "post norm, no second norm", ROUNDS_FIRST),
     ),
-    **table(
-        ("rounded", "", "rms_norm, computed from the reduced tensor, is also used by the output"),
+    "post_norm_is_returned": (
         post_norm_is_returned,
+        ("rounded", "", "rms_norm, computed from the reduced tensor, is also used by the output"),
     ),
-    **table(("rounded", "", "the reduced tensor itself is also used"), reduced_is_returned),
-    **table(
+    "reduced_is_returned": (
+        reduced_is_returned,
+        ("rounded", "", "the reduced tensor itself is also used"),
+    ),
+    "post_norm_plus_itself": (
+        lambda x, r, w: (gemma(total := (y := gemma(reduce(x), w)) + torch.relu(y), w), total),
         ("rounded", "", "itself computed from the reduced tensor"),
-        post_norm_plus_itself,
-        residual_from_a_later_reduction_of_it,
+    ),
+    "residual_from_a_later_reduction": (
+        residual_from_a_later_reduction,
+        ("rounded", "", "itself computed from the reduced tensor"),
     ),
 }
 

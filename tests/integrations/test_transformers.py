@@ -10,6 +10,7 @@ import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,19 +49,8 @@ def expected_calls(family: str) -> dict[str, int]:
 
 def counted(model: Any, **more: Any) -> tuple[Any, int]:
     """Runs a forward pass; returns its result and how often it calls dist.all_reduce."""
-    calls = 0
-    real = dist.all_reduce
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return real(*args, **kwargs)
-
-    dist.all_reduce = counting
-    try:
-        return model(PROMPT, output_hidden_states=True, **more), calls
-    finally:
-        dist.all_reduce = real
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        return model(PROMPT, output_hidden_states=True, **more), all_reduce.call_count
 
 
 @contextlib.contextmanager

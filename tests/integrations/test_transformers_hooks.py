@@ -27,21 +27,6 @@ from allnorm.integrations import transformers as fused
 
 PROMPT = torch.arange(2, 26).view(2, 12)
 
-# Modules that get hooks. "" is the base model, "*" every module.
-PLACES = (
-    "layers.0",
-    "layers.1",
-    "layers.1.self_attn",
-    "layers.0.self_attn.o_proj",
-    "layers.1.mlp",
-    "layers.2.mlp.down_proj",
-    "layers.1.input_layernorm",
-    "layers.1.post_attention_layernorm",
-    "norm",
-    "layers.2.self_attn.q_proj",
-    "",
-    "*",
-)
 # By the place of a hook: the site of Llama whose fused norm cannot be used then.
 AFTER = {
     "layers.0": "layers.0.mlp.down_proj",
@@ -59,12 +44,16 @@ BEFORE = {
 }
 # Places where a hook receives the sum or the post norm. All ranks or none must have it if the
 # family has a post norm or scales (docs/transformers.md).
-SUMS = (
-    "layers.1.self_attn",
-    "layers.0.self_attn.o_proj",
-    "layers.1.mlp",
-    "layers.2.mlp.down_proj",
+SUMS = {*AFTER, "layers.1.post_attention_layernorm"} - {"layers.0", "layers.1"}
+# Modules that get hooks: "" is the base model, "*" is every module.
+PLACES = (
+    *AFTER,
+    "layers.1.input_layernorm",
     "layers.1.post_attention_layernorm",
+    "norm",
+    "layers.2.self_attn.q_proj",
+    "",
+    "*",
 )
 
 

@@ -10,26 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "glm4",
-    "exaone4",
-    "olmo2",
-    "olmo3",
-    "flex_olmo",
-    "granite",
-    "minicpm3",
-    "gpt_oss",
-    "mixtral",
-    "qwen3_moe",
-)
 LAYERS = 3
 
 _COMMON: dict[str, Any] = {
@@ -64,6 +44,19 @@ _MORE: dict[str, dict[str, Any]] = {
     "mixtral": {**_MOE, "num_local_experts": 4},
     "qwen3_moe": {**_MOE, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layers": [1]},
 }
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "olmo2",
+    "olmo3",
+    *_MORE,
+)
 _MODEL_TYPE = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 
 
