@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule
@@ -248,11 +247,6 @@ def check_programs(
     assert text.count("\nfused ") > fused
     assert text.count("\nmissed ") > missed
     return text
-
-
-def world_name() -> str:
-    assert dist.group.WORLD is not None
-    return str(dist.group.WORLD.group_name)
 
 
 def open_names() -> list[str]:

@@ -84,16 +84,6 @@ def rounded_first(z, w, dtype=bf16):
 # ---- rounding modes -----------------------------------------------------------------------------
 
 
-def float32_sum(x, r, w):
-    z = reduce(x).float() + r.float()
-    return (z * rstd(z) * w.float()).to(bf16), z.to(bf16)
-
-
-def float32_sum_rounded_before_the_weight(x, r, w):
-    z = reduce(x).to(torch.float32) + r  # promoted
-    return (z * rstd(z)).to(bf16) * w, z.to(bf16)
-
-
 def weight_changed_after_the_sum(x, r, w):
     total = reduce(x) + r
     w.mul_(2)
@@ -147,10 +137,19 @@ MATCHES = {
     ),
     **table(
         Expected("unrounded"),
-        float32_sum,
+        float32_sum=lambda x, r, w: (
+            rounded(z := reduce(x).float() + r.float(), w),
+            z.to(bf16),
+        ),
         float32_sum_that_is_not_kept=lambda x, r, w: rounded(r + reduce(x).float(), w),
     ),
-    **table(Expected("vllm"), float32_sum_rounded_before_the_weight),
+    **table(
+        Expected("vllm"),
+        float32_sum_rounded_before_the_weight=lambda x, r, w: (
+            rounded_first(z := reduce(x).to(torch.float32) + r, w),
+            z.to(bf16),
+        ),
+    ),
     **table(
         Expected("rounded", FLOAT32_WEIGHT),
         written_out_with_float32_weight=summed(rounded),
@@ -268,11 +267,6 @@ MATCHES |= table(
 # ---- residual -----------------------------------------------------------------------------------
 
 
-def without_residual(x, r, w):
-    reduced = reduce(x)
-    return llama(reduced, w), reduced + r
-
-
 def residual_added_in_place(x, r, w):
     r = r.clone()
     r += reduce(x)
@@ -372,7 +366,6 @@ def sum_as_the_next_residual_in_place(x, r, w):
 
 MATCHES |= table(
     Expected("transformers"),
-    without_residual,
     residual_added_in_place,
     residual_of_the_caller_in_place,
     added_in_place_to_the_reduced,
@@ -380,6 +373,7 @@ MATCHES |= table(
     two_sums_of_which_one_changes,
     copies_of_the_sum,
     operators_that_return_their_input,
+    without_residual=lambda x, r, w: (llama(reduced := reduce(x), w), reduced + r),
     without_residual_and_not_used_later=lambda x, r, w: llama(reduce(x), w),
     operands_in_the_other_order=summed(
         lambda h, w: (
@@ -419,11 +413,6 @@ MATCHES |= table(Expected(["transformers"] * 2, norms=2), sum_as_the_next_residu
 IN_3D = Inputs(shape=(4, 6, HIDDEN), residual_shape=(24, HIDDEN))
 
 
-def view_before_the_norm(x, r, w):
-    total = reduce(x) + r.view(4, 6, HIDDEN)
-    return llama(total.flatten(0, 1), w), total
-
-
 def views_everywhere(x, r, w):
     total = r + aten.view.default(reduce(x), [24, HIDDEN])
     normed = llama(total.unsqueeze(0), w)
@@ -439,8 +428,11 @@ def shape_changed_in_place(x, r, w):
 
 MATCHES |= table(
     Expected("transformers", IN_3D),
-    view_before_the_norm,
     views_everywhere,
+    view_before_the_norm=summed(
+        lambda total, w: llama(total.flatten(0, 1), w),
+        lambda x, r: reduce(x) + r.view(4, 6, HIDDEN),
+    ),
     view_before_the_add=summed(llama, lambda x, r: reduce(x).view(-1, HIDDEN) + r),
     # The fused call needs a copy of the strided rows before it.
     strided_rows_viewed=summed(

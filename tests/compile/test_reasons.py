@@ -187,21 +187,6 @@ def root_alone(x, r, w, cause):
     return rstd(z) if cause else (z * rstd(z) * w).to(bf16)
 
 
-def floor_division(x, r, w, cause):
-    reduced = reduce(x)
-    return llama((torch.div(reduced, 2, rounding_mode="floor") if cause else reduced) + r, w)
-
-
-def clamped_to_a_tensor(x, r, w, cause):
-    reduced = reduce(x)
-    return llama((torch.clamp(reduced, min=r) if cause else reduced) + r, w)
-
-
-def size_of_elements(x, r, w, cause):
-    size = w.sum().int().item() if cause else HIDDEN
-    return F.rms_norm(reduce(x) + r, (size,), w, EPS)
-
-
 def two_views(x, r, w, cause):
     viewed, shape = reduce(x).view(2, 12, HIDDEN), (2, 12, HIDDEN)
     if cause:
@@ -255,8 +240,12 @@ FOLLOWING = {
     r"broadcasts getitem of shape \[12, 512\] to \[2, 12, 512\]": lambda x, r, w, cause: llama(
         reduce(x).view(2, 12, -1) + (r[:12] if cause else r.view(2, 12, -1)), w
     ),
-    "rounds the quotient to an integer": floor_division,
-    "clamps to a tensor": clamped_to_a_tensor,
+    "rounds the quotient to an integer": lambda x, r, w, cause: llama(
+        (torch.div(reduce(x), 2, rounding_mode="floor") if cause else reduce(x)) + r, w
+    ),
+    "clamps to a tensor": lambda x, r, w, cause: llama(
+        (torch.clamp(reduce(x), min=r) if cause else reduce(x)) + r, w
+    ),
     "moves .* to meta": lambda x, r, w, cause: llama(
         reduce(x).to("meta" if cause else "cpu") + r, w
     ),
@@ -269,7 +258,9 @@ FOLLOWING = {
     "computes with a number that float64 cannot represent": lambda x, r, w, cause: F.rms_norm(
         reduce(x) + r, (HIDDEN,), w, 10**400 if cause else EPS
     ),
-    "norms over a dimension of unknown size": size_of_elements,
+    "norms over a dimension of unknown size": lambda x, r, w, cause: F.rms_norm(
+        reduce(x) + r, (w.sum().int().item() if cause else HIDDEN,), w, EPS
+    ),
     r"no single view converts \(24, 512\) to \(4, 6, 512\)": two_views,
     "is decomposed by a function that cannot be traced: not today": decomposed(fails),
     "is decomposed by a function that changes its arguments": decomposed(changes),

@@ -87,6 +87,12 @@ class Said(logging.Filter):
         return True
 
 
+def start(model: str) -> tuple[Said, Any]:
+    """Registers the plugin; returns its log and the configuration of an engine."""
+    plugin.register()
+    return Said(), make_config(model)
+
+
 # ---- one process: the entry point and the switch -------------------------------------------------
 
 
@@ -268,9 +274,7 @@ def run_unfused_and_fused(config: Any, block: Any, rank: int) -> tuple[Any, Any,
 
 def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[str, Any]:
     """Compiles the block, and compares with its results without a communicator."""
-    plugin.register()
-    said = Said()
-    config = make_config(model)
+    said, config = start(model)
     with worker(config), config.kernel_config.ir_op_priority.set_priority():
         block = make_block()
         if provider:
@@ -312,9 +316,7 @@ def fuse_a_quantized_block(
     With eager_rounding, Inductor does not omit roundings between operators.
     """
     torch._inductor.config.emulate_precision_casts = eager_rounding
-    plugin.register()
-    said = Said()
-    config = make_config(model)
+    said, config = start(model)
     with worker(config), config.kernel_config.ir_op_priority.set_priority():
         block = make_quantized_block(kind)
         expected, actual, _ = run_unfused_and_fused(config, block, rank)
@@ -428,9 +430,7 @@ def _lower_to(provider: str) -> None:
 
 def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]:
     """Sets ALLNORM_DISABLE on rank 1 alone: no rank fuses, and the results are vLLM's own."""
-    plugin.register()
-    said = Said()
-    config = make_config(model)
+    said, config = start(model)
     if rank == 1:
         os.environ["ALLNORM_DISABLE"] = "1"
     with worker(config) as state:
@@ -451,9 +451,7 @@ def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]
 
 def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -> dict[str, Any]:
     """Makes the pass raise with a half rewritten graph, which all ranks must then run unfused."""
-    plugin.register()
-    said = Said()
-    config = make_config(model)
+    said, config = start(model)
     real = allnorm.compile.fuse
 
     def broken(module: Any, *args: Any, **kwargs: Any) -> Any:
