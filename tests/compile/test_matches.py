@@ -150,21 +150,15 @@ MATCHES = {
             z.to(bf16),
         ),
     ),
-    **table(
-        Expected("rounded", FLOAT32_WEIGHT),
-        written_out_with_float32_weight=summed(rounded),
-    ),
-    **table(
+    "float32_weight": (summed(rounded), Expected("rounded", FLOAT32_WEIGHT)),
+    "float32_weight_after_rounding": (
+        summed(rounded_first),
         Expected("transformers", FLOAT32_WEIGHT),
-        rounded_before_a_float32_weight=summed(rounded_first),
     ),
-    **table(
-        Expected("rounded", FLOAT32),
-        float32_tensors=summed(lambda z, w: z * rstd(z) * w),
-    ),
-    **table(
+    "float32_tensors": (summed(lambda z, w: z * rstd(z) * w), Expected("rounded", FLOAT32)),
+    "float16_tensors": (
+        summed(lambda z, w: rounded_first(z, w, torch.float16)),
         Expected("transformers", FLOAT16),
-        float16_tensors=summed(lambda z, w: rounded_first(z, w, torch.float16)),
     ),
 }
 
@@ -440,10 +434,7 @@ MATCHES |= table(
         lambda x, r: reduce(torch.cat([x, x], -1)[..., :HIDDEN]).reshape(24, HIDDEN) + r,
     ),
 )
-MATCHES |= table(
-    Expected("transformers"),
-    shape_changed_in_place,
-)
+MATCHES |= table(Expected("transformers"), shape_changed_in_place)
 for name, inputs in {
     "one_dimension": Inputs(shape=(HIDDEN,)),
     "no_tokens": Inputs(shape=(0, HIDDEN)),

@@ -99,15 +99,7 @@ class Code:
             else:
                 total = self.keep(choose(add))
         self.noise(0.2)
-        z = f"{total}.float()"
-        norms = [
-            f"F.rms_norm({total}, ({HIDDEN},), w, 1e-5)",
-            f"self.norm({total})",
-            f"self.hooked({total})",
-            f"w * ({z} * root({z})).to({total}.dtype)",
-            f"({z} * root({z}) * (1.0 + w.float())).to({total}.dtype)",
-            f"({z} * root({z}) * (w + 1)).to({total}.dtype)",
-        ]
+        z, norms = f"{total}.float()", self.norms(total)
         if self.in_place:
             norms += [f"{total}.mul_(root({z})).mul_(w)", f"w * {total}.mul_(root({z}))"]
         normed = self.keep(choose(norms))
@@ -117,16 +109,22 @@ class Code:
         self.names.append(normed)
         self.noise(0.3)
 
+    def norms(self, total: str) -> list[str]:
+        z = f"{total}.float()"
+        return [
+            f"F.rms_norm({total}, ({HIDDEN},), w, 1e-5)",
+            f"self.norm({total})",
+            f"self.hooked({total})",
+            f"w * ({z} * root({z})).to({total}.dtype)",
+            f"({z} * root({z}) * (1.0 + w.float())).to({total}.dtype)",
+            f"({z} * root({z}) * (w + 1)).to({total}.dtype)",
+        ]
+
     def before_residual(self, total: str, chosen: random.Random) -> str:
         """Returns code for a norm of the reduced sum, or for a scaled sum."""
         if chosen.random() < 0.6:
-            z = f"{total}.float()"
-            norms = [
-                f"self.norm({total})",
-                f"w * ({z} * root({z})).to({total}.dtype)",
-                f"({z} * root({z}) * (1.0 + w.float())).to({total}.dtype)",
-            ]
-            total = self.keep(chosen.choice(norms))
+            _, norm, _, llama, gemma, _ = self.norms(total)
+            total = self.keep(chosen.choice([norm, llama, gemma]))
         if chosen.random() < 0.3:
             total = self.keep(f"{total} * {chosen.choice([0.22, -1.5, 2])}")
         if chosen.random() < 0.6:

@@ -79,12 +79,6 @@ def by_other_operators(y, w):
     return q.to(FP8), scale.squeeze(-1)
 
 
-def without_clamp(x, r, w):
-    y = llama(reduce(x) + r, w)
-    scale = scale_of(y)
-    return (y.float() / scale).to(FP8), scale
-
-
 def per_group_of_the_16_bit_rows(y, w):
     groups = y.reshape(24, -1, 128)
     scale = scale_of(groups)
@@ -107,8 +101,10 @@ def scale_of_the_unrounded_norm(x, r, w):
 QUANTIZED = {
     **table(
         ("per_token", "transformers"),
-        without_clamp,
         per_token=quantizing(per_token),
+        without_clamp=quantizing(
+            lambda y, w: ((y.float() / (scale := scale_of(y))).to(FP8), scale)
+        ),
         in_16_bits_where_that_is_exact=quantizing(in_16_bits_where_that_is_exact),
         by_other_operators=quantizing(by_other_operators),
     ),

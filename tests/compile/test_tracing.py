@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Sequence
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
@@ -21,7 +19,6 @@ from allnorm.compile import fuse
 from allnorm.testing import assert_same_bits
 
 from .helpers import (
-    EPS,
     HIDDEN,
     Inputs,
     captured,
@@ -37,6 +34,7 @@ from .helpers import (
 )
 
 bf16 = torch.bfloat16
+FUNCTIONAL = torch.ops._c10d_functional
 
 
 class Block(torch.nn.Module):
@@ -69,32 +67,22 @@ def test_modules(rank: int, world_size: int) -> None:
                 assert_same_bits(graph(x, residual)[0], again * 2, "with a different weight")
 
 
-def in_place_graph(target: Any, arguments: Sequence[Any], *, clone: bool) -> GraphModule:
-    """Makes a graph that calls `target(x, ...)` in place, then adds a residual and norms."""
-    graph = Graph()
-    x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
-    x = graph.call_method("clone", (x,)) if clone else x
-    reduced = graph.call_function(target, (x, *arguments))
-    if arguments:
-        graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (reduced,))
-    total = graph.call_function(operator.add, (x, residual)) if clone else x
-    normed = graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS))
-    graph.output((normed, total))
-    return GraphModule(torch.nn.Module(), graph)
-
-
 @on(cpu=(2,))
-def test_in_place_reductions(rank: int, world_size: int) -> None:
-    inputs = Inputs().make(rank)
-    forms = [
-        (torch.distributed.all_reduce, ()),
-        (torch.ops._c10d_functional.all_reduce_.default, ("sum", "0")),
-    ]
-    for target, arguments in forms:
-        for clone in (True, False):  # a temporary tensor, and the caller's tensor
-            graph = in_place_graph(target, arguments, clone=clone)
-            check_fused(graph, inputs, "rounded", communicator=comm())
-            assert not nodes_calling(graph, "distributed")
+@pytest.mark.parametrize("clone", [True, False])  # a temporary tensor, and the caller's tensor
+@pytest.mark.parametrize("functional", [True, False])
+def test_in_place_reductions(rank: int, world_size: int, functional: bool, clone: bool) -> None:
+    def reduce_in_place(graph, x):
+        x = graph.call_method("clone", (x,)) if clone else x
+        if functional:
+            reduced = graph.call_function(FUNCTIONAL.all_reduce_.default, (x, "sum", "0"))
+            graph.call_function(FUNCTIONAL.wait_tensor.default, (reduced,))
+        else:
+            graph.call_function(torch.distributed.all_reduce, (x,))
+        return x
+
+    graph = made_by_hand(reduce_in_place)
+    check_fused(graph, Inputs().make(rank), "rounded", communicator=comm())
+    assert not nodes_calling(graph, "distributed")
 
 
 @on(cpu=(2,))

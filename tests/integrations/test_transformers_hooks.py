@@ -123,16 +123,12 @@ class Hook:
         if rank not in self.ranks:
             return []
         module = torch.nn.modules.module if self.place == "*" else base.get_submodule(self.place)
-        name = "module" if self.place == "*" else ""
-
-        def register(kind: str) -> Any:
-            return getattr(module, f"register_{name}{'_' if name else ''}{kind}")
-
-        if self.when == "backward":
-            return [register("full_backward_hook")(lambda *_: None)]
-        if self.when == "before":
-            return [register("forward_pre_hook")(lambda _, given: act(self.action, given, kept))]
-        return [register("forward_hook")(lambda _, given, output: act(self.action, output, kept))]
+        kind, hook = {
+            "backward": ("full_backward_hook", lambda *_: None),
+            "before": ("forward_pre_hook", lambda _, given: act(self.action, given, kept)),
+            "after": ("forward_hook", lambda _, given, output: act(self.action, output, kept)),
+        }[self.when]
+        return [getattr(module, f"register_{'module_' * (self.place == '*')}{kind}")(hook)]
 
 
 def random_hooks(source: random.Random, family: str, modes: str) -> list[Hook]:
