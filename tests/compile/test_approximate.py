@@ -49,34 +49,19 @@ def static_by_one_over_the_scale(y, scale):
     return cast(y.float() * (1.0 / scale)), scale
 
 
-def by_token(scale_of):
-    """Returns a quantization whose scale is `scale_of(amax)` of each row."""
+def by_token(scale_of, quotient=lambda y, scale: y.float() * scale.reciprocal(), store=cast):
+    """Returns a quantization by token whose scale is `scale_of(amax)` of each row."""
 
-    def form(y, _):
+    def quantize(y, _):
         scale = scale_of(over_rows(y))
-        return cast(y.float() * scale.reciprocal()), scale
+        return store(quotient(y, scale)), scale
 
-    return form
+    return quantize
 
 
 def token_by_amax(y, _):
     scale = (y.abs().amax(dim=-1).unsqueeze(-1).float() / 448.0).clamp(min=LEAST_SCALE)
     return cast(scale.reciprocal() * y.float()), scale
-
-
-def token_divided(y, _):
-    scale = torch.clamp_min(over_rows(y) / 448.0, LEAST_SCALE)
-    return cast(y / scale), scale
-
-
-def token_without_clamp(y, _):
-    scale = (over_rows(y) / 448.0).clamp(min=1e-10)
-    return (y.float() * scale.reciprocal()).to(FP8), scale
-
-
-def token_with_a_different_least_amax(y, _):
-    scale = over_rows(y).clamp(min=1 / 512) / 448.0
-    return cast(y.float() / scale), scale
 
 
 def group(y, _):
@@ -92,19 +77,20 @@ TAKEN = {
     **table(
         "per_token",
         token_by_amax,
-        token_divided,
-        token_without_clamp,
-        token_with_a_different_least_amax,
         token=token,
         token_with_least_amax=by_token(lambda amax: amax.clamp(min=1e-10) / 448.0),
+        token_divided=by_token(
+            lambda amax: torch.clamp_min(amax / 448.0, LEAST_SCALE), lambda y, scale: y / scale
+        ),
+        token_with_a_different_least_amax=by_token(
+            lambda amax: amax.clamp(min=1 / 512) / 448.0, lambda y, scale: y.float() / scale
+        ),
+        token_without_clamp=by_token(
+            lambda amax: (amax / 448.0).clamp(min=1e-10), store=lambda quotient: quotient.to(FP8)
+        ),
     ),
     **table("per_group 128", group),
 }
-
-
-def reciprocal_in_16_bits(y, _):
-    scale = (over_rows(y) / 448.0).clamp(min=LEAST_SCALE)
-    return cast(y.float() * scale.reciprocal().half()), scale
 
 
 def one_scale_for_all(y, _):
@@ -121,7 +107,10 @@ LEFT = {
     "bounded_above": by_token(lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE, max=1.0)),
     "by_the_reciprocal_of_448": by_token(lambda amax: (amax * (1 / 448.0)).clamp(min=LEAST_SCALE)),
     "reciprocal_as_an_input": lambda y, scale: (cast(y.float() * scale), scale),
-    "reciprocal_in_16_bits": reciprocal_in_16_bits,
+    "reciprocal_in_16_bits": by_token(
+        lambda amax: (amax / 448.0).clamp(min=LEAST_SCALE),
+        lambda y, scale: y.float() * scale.reciprocal().half(),
+    ),
     "static_without_clamp": lambda y, scale: ((y.float() * scale.reciprocal()).to(FP8), scale),
     "one_scale_for_all": one_scale_for_all,
 }

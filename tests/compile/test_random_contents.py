@@ -166,16 +166,13 @@ class Program(nn.Module):
 
     def used(self, tensor: Any, exact: bool) -> tuple[Any, bool]:
         """Returns the tensor or one computed from it, and whether it must be bit-identical."""
-        kind = self.random.randrange(10)
-        if kind == 0:
-            return tensor[-1:], exact
-        if kind == 1:
-            return tensor[..., :8] * 2, exact
-        if kind == 2:
-            return tensor.transpose(0, 1), exact
-        if kind == 3:
-            return tensor.new_ones(tensor.shape), True
-        return tensor, exact
+        uses = [
+            lambda: (tensor[-1:], exact),
+            lambda: (tensor[..., :8] * 2, exact),
+            lambda: (tensor.transpose(0, 1), exact),
+            lambda: (tensor.new_ones(tensor.shape), True),
+        ]
+        return self.random.choice([*uses, *[lambda: (tensor, exact)] * 6])()
 
     def structure(self, tensors: list[Any]) -> Any:
         kind = self.random.randrange(5)

@@ -6,7 +6,6 @@ test_sentences.py fails if a reason has no case.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -51,20 +50,19 @@ torch.library.register_fake("allnorm_reasons::sum_", lambda x: x.new_empty(()))
 OWN = torch.ops.allnorm_reasons
 
 
-@dataclasses.dataclass
 class Case:
     """A graph that a reason applies to.
 
-    Attributes:
+    Args:
         graph: a function of (x, residual, w, cause) to trace, or a function of (inputs, cause)
             that returns a graph and its inputs.
         fuses: whether the graph is fused without the cause.
-        options: arguments of `fuse`.
+        options: keyword arguments of `fuse`.
     """
 
-    graph: Callable[..., Any]
-    fuses: bool = True
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    def __init__(self, graph: Callable[..., Any], *, fuses: bool = True, **options: Any) -> None:
+        self.graph, self.fuses = graph, fuses
+        self.options = options
 
     def make(self, rank: int, cause: bool) -> tuple[GraphModule, Any]:
         given = Inputs().make(rank)
@@ -74,10 +72,6 @@ class Case:
 
     def fuse(self, module: GraphModule, given: Any) -> Any:
         return fuse(module, given, **({"communicator": comm()} | self.options))
-
-
-def case(graph, *, fuses=True, **options):
-    return Case(graph, fuses, options)
 
 
 # ---- the reduction ------------------------------------------------------------------------------
@@ -130,17 +124,17 @@ REDUCTIONS = {
     "does not reduce a tensor": reducing(
         lambda g, x: g.call_function(FUNCTIONAL.all_reduce.default, (x, "sum", "0")), 3.0
     ),
-    "changes more than one argument": case(
+    "changes more than one argument": Case(
         reducing(lambda g, x: (g.call_function(OWN.both_.default, (x, x)), x)[1]),
         fuses=False,
         all_reduce_ops=[OWN.both_],
     ),
-    "no tensor argument": case(
+    "no tensor argument": Case(
         reducing(lambda g, _: g.call_function(OWN.nothing.default, ("0",))),
         fuses=False,
         all_reduce_ops=[OWN.nothing],
     ),
-    "another result of auto_functionalized is used by": case(
+    "another result of auto_functionalized is used by": Case(
         reduced_in_a_wrapper, all_reduce_ops=[OWN.sum_]
     ),
     "its tensor is on meta, the communicator on cpu": lambda given, cause: (
@@ -151,11 +145,11 @@ REDUCTIONS = {
         symbolic_trace(plain),
         None if cause else given,
     ),
-    "name its process group as a constant: pass communicator=": case(
+    "name its process group as a constant: pass communicator=": Case(
         group_as_an_input, communicator=None
     ),
     "does not name its process group as a constant$": group_as_an_input,
-    "no process group named 'nowhere'": case(
+    "no process group named 'nowhere'": Case(
         lambda x, r, w, cause: llama(reduce(x, group="nowhere" if cause else "0") + r, w),
         communicator=None,
     ),
@@ -163,7 +157,7 @@ REDUCTIONS = {
         torch.ops.allnorm.all_reduce(x, "allnorm:other:0" if cause else comm().name) + r, w
     ),
     "its sum with all_reduce_default is fused there": added_to_a_second_reduction,
-    "it is c10d's own operator": case(
+    "it is c10d's own operator": Case(
         reducing(
             lambda g, x: g.call_function(
                 torch.ops.c10d.allreduce_.default, ([x], None, None, None, False)
@@ -211,7 +205,7 @@ def transposed_sum(x, r, w, cause):
 
 def decomposed(by):
     """Returns a case whose norm, with the cause, is an operator that `by` decomposes."""
-    return case(
+    return Case(
         lambda x, r, w, cause: (OWN.norm if cause else llama)(reduce(x) + r, w),
         decompositions={OWN.norm: by},
     )
@@ -441,7 +435,7 @@ WRITING = {
     "shares memory with residual in a way that no view can express": viewed_as_integers,
     "its results need a gradient": gradient_in_place,
     "PyTorch cannot make it functional: Found a custom": several_in_place,
-    "the reduction auto_functionalized is not an operator with one tensor argument": case(
+    "the reduction auto_functionalized is not an operator with one tensor argument": Case(
         with_node(
             lambda graph, nodes: graph.call_function(
                 auto_functionalized, (OWN.sum_.default,), {"x": nodes["x"]}
@@ -452,7 +446,7 @@ WRITING = {
     "is a reduction, but it is asynchronous": with_call(
         dist.all_reduce, lambda nodes: (nodes["w"],), {"async_op": True}
     ),
-    "is a reduction, but it is a Python function": case(
+    "is a reduction, but it is a Python function": Case(
         with_call(own_function), all_reduce_ops=[own_function]
     ),
     "does not name the reduce op or the process group of all_reduce": with_call(
@@ -520,7 +514,7 @@ QUANTIZED = {
     ),
     "scale is computed in several shapes": two_scales,
     "the scales have several dimensions of unknown size": scales_of_unknown_sizes,
-    "the quantized rows have leading dimensions": case(
+    "the quantized rows have leading dimensions": Case(
         quantized_in_a_different_shape,
         decompositions={
             OWN.mx: lambda y: block_scaled(y, allnorm.MxFp8(), rows_in_a_different_shape(y))

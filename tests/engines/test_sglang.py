@@ -51,7 +51,8 @@ def families() -> list[str]:
 @engine.with_plugin
 def run_fused_and_not(
     plugin: Any, rank: int, world_size: int, family: str, num_tokens: int
-) -> tuple[int, int, list[tuple[str, str]]]:
+) -> tuple[int, int, int, list[tuple[str, str]]]:
+    """Returns the numbers of reductions before and after fusion, of fused sites, and the log."""
     log = engine.Log()
     model = engine.tiny_model(family)
     engine.by_definition(model)
@@ -65,7 +66,7 @@ def run_fused_and_not(
     again = engine.run(model, num_tokens)
     assert_same_bits(again, want)
     assert "forward" not in model.__dict__
-    return len(before), len(after), log.lines
+    return len(before), len(after), len(plugin.current().sites), log.lines
 
 
 def run_over_two_hosts(
@@ -73,23 +74,8 @@ def run_over_two_hosts(
 ) -> tuple[Any, int, int]:
     """Runs a model with each rank on its own host; also returns the islands."""
     with on_its_own_host(rank) as islands:
-        before, after, _ = run_fused_and_not(rank, world_size, family, num_tokens)
+        before, after, *_ = run_fused_and_not(rank, world_size, family, num_tokens)
     return islands[-1], before, after
-
-
-@engine.with_plugin
-def run_beside_boundaries(
-    plugin: Any, rank: int, world_size: int, family: str
-) -> tuple[int, int, int]:
-    """Runs a model whose sums are not fused; returns the numbers of its reductions and of sites."""
-    model = engine.tiny_model(family)
-    engine.by_definition(model)
-    with engine.counted_all_reduces() as before:
-        want = engine.run(model)
-    engine.warm_up(model)
-    with engine.counted_all_reduces() as after:
-        assert_same_bits(engine.run(model), want)
-    return len(before), len(after), len(plugin.current().sites)
 
 
 @engine.with_plugin
@@ -330,7 +316,7 @@ def test_one_rank_changes_nothing() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 70])
 @pytest.mark.parametrize("family", families())
 def test_a_dense_model_computes_the_same(ranks: RankPool, family: str, num_tokens: int) -> None:
-    before, after, lines = ranks.run(run_fused_and_not, family, num_tokens)[0]
+    before, after, _, lines = ranks.run(run_fused_and_not, family, num_tokens)[0]
     sites = 2 * engine.NUM_LAYERS
     assert before == sites
     assert after == (0 if is_old() or family in engine.REDUCE_THEMSELVES else 1)
@@ -352,7 +338,8 @@ def test_two_hosts_compute_the_same(ranks: RankPool, num_tokens: int) -> None:
 def test_sums_at_layer_boundaries_are_not_fused(ranks: RankPool, family: str) -> None:
     """Tests a limit that docs/sglang.md documents: these sums are not fused."""
     sites = 2 * engine.NUM_LAYERS
-    assert ranks.run(run_beside_boundaries, family) == [(sites, sites, 0)] * 2
+    for *counts, _ in ranks.run(run_fused_and_not, family, 5):
+        assert counts == [sites, sites, 0]
 
 
 def test_compiled_calls(ranks: RankPool) -> None:

@@ -37,26 +37,13 @@ class GemmaNorm(PlainNorm):
     pass
 
 
-def stock_norm(
-    norm_module: Any,
-    x: Any,
-    residual: Any,
-    post_residual_addition: Any,
-    weight: Any,
-    use_attn_tp_group: bool = True,
-) -> str:
+def stock_norm(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group=True):
     return "stock norm"
 
 
 def stock_quantized(
-    norm_module: Any,
-    x: Any,
-    residual: Any,
-    weight: Any,
-    group_size: int = 128,
-    use_attn_tp_group: bool = True,
-    keep_bf16: bool = False,
-) -> str:
+    norm_module, x, residual, weight, group_size=128, use_attn_tp_group=True, keep_bf16=False
+):
     return "stock quantized"
 
 

@@ -33,14 +33,9 @@ class Doubles:
 
 
 class Model:
-    def __init__(
-        self,
-        *,
-        norm: bool = True,
-        post: bool = False,
-        bias: bool = False,
-        is_scaled: bool = False,
-    ) -> None:
+    """A site with its linear layer, its norms and its inputs."""
+
+    def __init__(self, *, norm=True, post=False, bias=False, is_scaled=False) -> None:
         self.module, self.post_module = (torch.nn.RMSNorm(8, eps=eps) for eps in (1e-6, 1e-3))
         torch.nn.init.uniform_(self.post_module.weight)
         self.norm = Norm(self.module, 1e-6, 0.0, "rounded", self.module.forward)
@@ -60,12 +55,9 @@ class Model:
 
 
 @pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def enabled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Enables fusion, and disables gradients."""
     monkeypatch.setattr(SWITCH, "enabled", True)
-
-
-@pytest.fixture(autouse=True)
-def no_grad() -> Any:
     with torch.no_grad():
         yield
 
