@@ -246,8 +246,8 @@ def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
 def by_definition(model: Any) -> None:
     """Makes the norms of a model compute by `allnorm.add_rms_norm`.
 
-    SGLang's CPU norm adds squares in a different order. Without it, results of a fused and an
-    unfused run differ only if the reductions differ, or the steps between reductions and norms.
+    SGLang's CPU norm adds squares in a different order. With equal norms, a fused and an unfused
+    run differ only if the reductions differ, or the steps between reductions and norms.
     """
     from allnorm.integrations.sglang import norms
 
