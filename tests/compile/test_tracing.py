@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from allnorm.compile import fuse
 from allnorm.testing import assert_same_bits
 
 from .helpers import (
+    EPS,
     HIDDEN,
     Inputs,
     captured,
@@ -71,18 +73,19 @@ def test_modules(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("clone", [True, False])  # a temporary tensor, and the caller's tensor
 @pytest.mark.parametrize("functional", [True, False])
 def test_in_place_reductions(rank: int, world_size: int, functional: bool, clone: bool) -> None:
-    def reduce_in_place(graph, x):
-        x = graph.call_method("clone", (x,)) if clone else x
-        if functional:
-            reduced = graph.call_function(FUNCTIONAL.all_reduce_.default, (x, "sum", "0"))
-            graph.call_function(FUNCTIONAL.wait_tensor.default, (reduced,))
-        else:
-            graph.call_function(torch.distributed.all_reduce, (x,))
-        return x
-
-    graph = made_by_hand(reduce_in_place)
-    check_fused(graph, Inputs().make(rank), "rounded", communicator=comm())
-    assert not nodes_calling(graph, "distributed")
+    graph = Graph()
+    x, residual, w = (graph.placeholder(name) for name in ("x", "residual", "w"))
+    x = graph.call_method("clone", (x,)) if clone else x
+    if functional:
+        reduced = graph.call_function(FUNCTIONAL.all_reduce_.default, (x, "sum", "0"))
+        graph.call_function(FUNCTIONAL.wait_tensor.default, (reduced,))
+    else:
+        graph.call_function(torch.distributed.all_reduce, (x,))
+    total = graph.call_function(operator.add, (x, residual)) if clone else x
+    graph.output((graph.call_function(F.rms_norm, (total, (HIDDEN,), w, EPS)), total))
+    module = GraphModule(torch.nn.Module(), graph)
+    check_fused(module, Inputs().make(rank), "rounded", communicator=comm())
+    assert not nodes_calling(module, "distributed")
 
 
 @on(cpu=(2,))
