@@ -204,7 +204,7 @@ ALLNORM_HD int butterfly_width(int count) {
 // Returns a / b, b > 0, from the correctly rounded reciprocal of b: a * r, corrected once by its
 // exact remainder (after Markstein, IBM Journal of Research and Development 34(1), 1990). Unless
 // something overflows or the remainder is denormal, the result is the quotient or a neighbor of it
-// on the same side of every e4m3 tie; tests/quantize_test.cpp tries all significands of b. If b is
+// on the same side of every e4m3 tie; tests/numerics_test.cpp tries all significands of b. If b is
 // an integer up to 2^20, the result is the correctly rounded quotient: the correction is off by
 // less than 2^-22 units of the last place, and no such quotient is that close to a tie
 // (tests/numerics_test.cpp).
@@ -327,7 +327,7 @@ ALLNORM_HD float scale_of(uint32_t amax, bool power_of_two) {
   const float min_amax = kMinAmax;
   const uint32_t least = bit_cast<uint32_t>(min_amax);
   const float greatest = bit_cast<float>(amax < least ? least : amax);
-  // Correctly rounded: tests/quantize_test.cpp tries all significands.
+  // Correctly rounded: tests/numerics_test.cpp tries all significands.
   const float scale = divide_by_reciprocal(greatest, kMaxE4m3, 1.0f / kMaxE4m3);
   if (!power_of_two) return scale;
   return bit_cast<float>((bit_cast<uint32_t>(scale) + 0x007fffffu) & 0x7f800000u);
