@@ -203,7 +203,7 @@ class Communicator:
     ) -> torch.Tensor:
         """Sums `x` over the ranks, in rank order in float32, and rounds once.
 
-        PyTorch equivalent, up to the order and rounding of the sum::
+        PyTorch equivalent, up to the order and rounding of the sum:
 
             dist.all_reduce(x)
 
@@ -249,7 +249,7 @@ class Communicator:
     ) -> tuple[Any, torch.Tensor]:
         """Reduces `x` over the ranks, adds the residual and applies RMSNorm in one launch.
 
-        PyTorch equivalent, up to the order of sums::
+        PyTorch equivalent, up to the order of sums:
 
             dist.all_reduce(x)
             residual_out = x + residual  # with post_norm, scale: scale * post_norm(x) + residual
@@ -329,7 +329,7 @@ class Communicator:
         """Runs `all_reduce_add_rms_norm` and quantizes its result, in one launch.
 
         Bit-identical to quantizing afterwards. PyTorch equivalent with one scale per row, up to the
-        order of sums::
+        order of sums:
 
             normed, residual_out = comm.all_reduce_add_rms_norm(x, residual, weight, eps)
             scale = normed.float().abs().amax(-1, keepdim=True) / 448
@@ -398,7 +398,7 @@ class Communicator:
     ) -> torch.Tensor:
         """Gathers all ranks' rows of a sharded residual.
 
-        PyTorch equivalent, if every rank has the same number of rows::
+        PyTorch equivalent, if every rank has the same number of rows:
 
             dist.all_gather_into_tensor(out, residual_shard)
 

@@ -39,7 +39,7 @@ def inductor_pass(
 ) -> CustomGraphPass:
     """Returns a pass that applies `fuse` to Inductor's graphs.
 
-    Example::
+    For example:
 
         fusion = allnorm.compile.inductor_pass(communicator)
         model = torch.compile(model, options={"post_grad_custom_post_pass": fusion})

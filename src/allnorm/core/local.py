@@ -30,7 +30,7 @@ def add_rms_norm(
 ) -> tuple[Any, torch.Tensor]:
     """Adds the residual and applies RMSNorm, bit-identical to steps 2 to 5 of the fused call.
 
-    PyTorch equivalent, up to the order of sums::
+    PyTorch equivalent, up to the order of sums:
 
         residual_out = x + residual
         normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
@@ -85,7 +85,7 @@ def add_rms_norm_quant(
 ) -> QuantizedNorm:
     """Runs `add_rms_norm` and quantizes its result: steps 2 to 6 of the fused call.
 
-    PyTorch equivalent with one scale per row, up to the order of sums::
+    PyTorch equivalent with one scale per row, up to the order of sums:
 
         normed, residual_out = allnorm.add_rms_norm(x, residual, weight, eps)
         scale = normed.float().abs().amax(-1, keepdim=True) / 448
