@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import time
 import pytest
 from limits import HANG_SECONDS
 
-SOURCE = str(pathlib.Path(__file__).resolve().parents[2] / "src")
 COMMAND = (sys.executable, "-c", "import allnorm_command as c; c.main()")
 LONG = ("bench", "--device", "cpu", "--tp", "2", "--shapes", "1x64,8x64,64x4096,512x4096")
 
@@ -25,7 +23,6 @@ def test_ctrl_c_at_any_moment(after: float) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": SOURCE},
         start_new_session=True,  # a terminal sends the signal to all processes of a command
     )
     time.sleep(after)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import allnorm
 from allnorm.core import _native
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-needs_git = pytest.mark.skipif(
-    not (shutil.which("git") and shutil.which("cmake")), reason="needs git and cmake"
+# CMake comes with the tools that build the package.
+CMAKE = shutil.which(
+    "cmake", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
 )
+needs_git = pytest.mark.skipif(not (shutil.which("git") and CMAKE), reason="needs git and cmake")
 
 
 def git(folder: pathlib.Path, *arguments: str) -> str:
@@ -28,8 +32,9 @@ def header_of(source: pathlib.Path, *more: str) -> str:
     """Returns the commit that a build of these sources would contain."""
     header = source.parent / "built_commit.h"
     script = ROOT / "cmake" / "commit.cmake"
+    assert CMAKE is not None
     subprocess.run(
-        ["cmake", f"-DSOURCE={source}", f"-DHEADER={header}", *more, "-P", str(script)], check=True
+        [CMAKE, f"-DSOURCE={source}", f"-DHEADER={header}", *more, "-P", str(script)], check=True
     )
     return header.read_text().split('"')[1]
 
