@@ -1,7 +1,7 @@
 """Fuses all-reduce, residual add and RMSNorm in FX graphs; results stay the same.
 
-`fuse` rewrites a graph of Dynamo, `torch.fx`, AOTAutograd or Inductor. `inductor_pass` does the
-same as a pass of Inductor. Both return a `FusionReport` that lists every reduction, fused or not.
+`fuse` rewrites a graph from Dynamo, `torch.fx`, AOTAutograd or Inductor. `inductor_pass` does the
+same as an Inductor pass. Both return a `FusionReport` that lists every reduction, fused or not.
 `block_scaled` declares that a framework's operator quantizes to MXFP8 or NVFP4.
 """
 

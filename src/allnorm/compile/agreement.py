@@ -1,7 +1,9 @@
-"""Makes all ranks fuse a graph alike: a fused call on one rank and an unfused call on a peer hang.
+"""Makes all ranks fuse a graph in the same way.
+
+If one rank makes a fused call and a peer makes an unfused one, both hang.
 
 Graphs may differ between ranks, and not every rank compiles every graph. Before a rank changes its
-graph, the ranks of each process group therefore compare what they would do with each reduction: see
+graph, the ranks of each process group therefore compare their plans for each reduction: see
 `allnorm.core.verdicts`.
 """
 
@@ -25,14 +27,14 @@ from allnorm.core.rendezvous import store_of
 from allnorm.core.verdicts import PATIENCE_S, Step, Verdicts, places_of
 
 _elsewhere = contextvars.ContextVar("decides_elsewhere", default=False)
-# Both by group, then by the name of the caller's communicator, "" without one.
+# Both are keyed by group, then by the name of the caller's communicator ("" without one).
 _verdicts = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Verdicts]]()
 _generations = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Generation]]()
 
 
 @contextlib.contextmanager
 def decides_elsewhere() -> Iterator[None]:
-    """Makes `settle` skip the agreement, for callers whose ranks agree by other means."""
+    """Makes `settle` skip the agreement, for callers that make their ranks agree in another way."""
     token = _elsewhere.set(True)
     try:
         yield
@@ -46,13 +48,13 @@ def settle(
     reductions: Sequence[str],
     steps: Sequence[Step],
 ) -> str:
-    """Decides whether all ranks of a group fuse a graph alike. Waits for a limited time.
+    """Decides whether all ranks of a group fuse a graph in the same way. Waits for a limited time.
 
     Args:
         group: the process group of the ranks that decide.
-        communicator: the caller's communicator; None if the pass chooses one of the group.
+        communicator: the caller's communicator; None if the pass chooses one for the group.
         reductions: descriptions of the graph's reductions over this group, equal on all ranks.
-        steps: what this rank would do with each of these reductions.
+        steps: this rank's plan for each of these reductions.
 
     Returns:
         The reason why no rank fuses any of them; empty if every rank follows `steps`.
@@ -79,34 +81,35 @@ def settle(
 
 
 def verdicts_of(group: dist.ProcessGroup, communicator: Communicator | None) -> Verdicts:
-    """Returns the verdicts of a group, for graphs that use this communicator."""
+    """Returns the `Verdicts` with which a group decides on graphs that use this communicator."""
     name = _key(communicator)
     known = _verdicts.setdefault(group, {})
     if name not in known:
         timeout = config.read_settings().timeout or config.DEFAULT_TIMEOUT
         if communicator is not None:
             timeout = communicator.timeout
-        # The keys must differ from those of a destroyed group of the same name.
+        # The keys must differ from the keys of a destroyed group with the same name.
         ranks = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:8]
         prefix = f"allnorm/compile/{group.group_name}/{ranks}/{name}"
         known[name] = Verdicts(
             PrefixStore(prefix, store_of(group)),
             dist.get_rank(group),
             dist.get_world_size(group),
-            # A rank that does not answer may be waiting in a call: stop before that wait times out.
+            # A rank that does not reply may be waiting in a call: give up before that wait times
+            # out.
             patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
         )
     return known[name]
 
 
 def word(communicator: Communicator, folder: pathlib.Path, traits: object) -> str:
-    """Returns a cache key of compiled code that fits the peers' code: see `generation`.
+    """Returns a cache key for compiled code that matches the peers' code: see `generation`.
 
     Collective among the ranks that compile with this communicator. Waits for a limited time.
 
     Args:
         communicator: the caller's communicator.
-        folder: the folder of this rank's compile cache.
+        folder: this rank's compile cache folder.
         traits: everything else that the compiled code depends on.
     """
     group, key = communicator.group, _key(communicator)

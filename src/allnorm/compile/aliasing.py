@@ -1,4 +1,4 @@
-"""Keeps the memory sharing between a graph's results and its inputs after a rewrite."""
+"""Preserves how a graph's results and inputs share memory when the graph is rewritten."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Add = Callable[..., Node]
 
 
 def occurrences(graph: Graph) -> list[Node]:
-    """Returns the nodes that a graph returns, in order, with repetitions."""
+    """Returns the nodes that a graph returns, in order, including repetitions."""
     found: list[Node] = []
     map_arg(graph.output_node().args, found.append)
     return found
@@ -40,8 +40,8 @@ def keep_aliasing(
     """Makes the results share memory exactly as before the rewrite.
 
     Returns why this is impossible, or "". If it is impossible, the graph must be discarded.
-    `before` are fake tensors of the graph's `occurrences` before the rewrite. `inputs` are the
-    inputs and their fake tensors, by storage.
+    `before` has the fake tensors of the graph's `occurrences` before the rewrite. `inputs` maps
+    each storage to the input that owns it and to that input's fake tensor.
     """
     output, nodes = graph.output_node(), occurrences(graph)
     roots = dict(inputs)
@@ -54,7 +54,7 @@ def keep_aliasing(
         return node
 
     known = [(index, t) for index, t in enumerate(before) if t is not None]
-    # Larger tensors first: the others may be views of them.
+    # Larger tensors first, because smaller ones may be views of them.
     for index, theirs in sorted(known, key=lambda item: -(static_size(elems(item[1].shape)) or 0)):
         node, mine = nodes[index], shapes.of(nodes[index])
         if mine is None or storage_of(theirs) is None:
@@ -85,7 +85,7 @@ def keep_aliasing(
 
 
 def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
-    """Returns a view of `root` that has the layout of `tensor`; None if there is none.
+    """Returns a view of `root` that has the layout of `tensor`; None if no such view exists.
 
     `looks` is the fake tensor of `root`.
     """

@@ -1,8 +1,9 @@
-"""Represents quantization to MXFP8 and NVFP4 in a graph as an operator that the pass knows by name.
+"""Represents quantization to MXFP8 and NVFP4 in a graph as operators that the pass recognizes.
 
-No graph computes e2m1 in plain arithmetic: frameworks have custom operators for it. A caller of
-`fuse` maps such an operator to `block_scaled` in `decompositions`. It is traced as two operators
-that the pass knows: `blocks` for both results together, and `part` for each of them.
+Graphs do not compute e2m1 in plain arithmetic: frameworks have custom operators for it. A caller of
+`fuse` maps such an operator to `block_scaled` in `decompositions`. The framework's operator is then
+traced as two operators that the pass recognizes: `blocks`, for both results together, and `part`,
+for each of the two results.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ torch.library.register_fake("allnorm_compile::part", lambda _, i, like: torch.em
 def block_scaled(
     y: Tensor, quant: Quant, quantized: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Declares an operator that quantizes to MXFP8 or NVFP4, in `decompositions` of `fuse`.
+    """Declares, in the `decompositions` of `fuse`, an operator that quantizes to MXFP8 or NVFP4.
 
-    It can only be traced. The pass trusts the caller: it fuses the site even if the operator's
-    results are not bit-identical to those that the numerics page defines.
+    This function can only be traced. The pass trusts the caller: it fuses the site even if the
+    operator's results are not bit-identical to the results that the numerics page defines.
 
     Args:
         y: [..., hidden_size], float32, float16 or bfloat16.
         quant: `allnorm.MxFp8()` or an `allnorm.NvFp4`.
         quantized: a tensor with the shape and dtype in which the operator returns the rows, such as
-            its output argument; its elements are not read. None: the shape and dtype of allnorm's.
-        scale: the same for the scales; contiguous. Any dtype is allowed: the bytes are the same.
+            its output argument; its elements are not read. None: allnorm's own shape and dtype.
+        scale: the same for the scales; contiguous. Any dtype is allowed, because the bytes are the
+            same.
 
     Returns:
         Tensors that represent the quantized rows and the scales.
 
     Raises:
-        TypeError: `quant` is a different spec.
+        TypeError: `quant` is neither of these.
         NotImplementedError: `quantized` holds more or fewer elements than `y`.
         UnsupportedError: a row of `y` does not consist of whole groups.
     """

@@ -1,4 +1,4 @@
-"""Describes an interpretation of the graph around a reduction, and a fused call."""
+"""Data classes: an interpretation of the graph around a reduction, and a fused call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allnorm.compile.values import Values
 
 
 class Missed(Exception):  # noqa: N818 - a result, with the reason as its text
-    """The reduction cannot be fused this way; the text is the reason."""
+    """The reduction cannot be fused this way; the exception's message is the reason."""
 
 
 @dataclass
@@ -26,16 +26,16 @@ class Candidate:
 
     Attributes:
         reduced: the expression of the reduced tensor.
-        branch: the post norm and scale that are applied before the residual is added.
-        sum32: the float32 sum with the residual; without a residual, the float32 branch.
+        branch: the post norm and the scale factor that are applied before the residual is added.
+        sum32: the float32 sum of branch and residual; without a residual, the float32 branch.
         summed: the stored sum, which the fused call returns; None if the graph never stores it.
         norm: the norm after the residual; None if there is only a post norm.
         output: how the graph multiplies and rounds the norm's result.
         numerics: the rounding mode that computes the same bits.
         quantization: the quantization of the normed tensor, if the call includes it.
         is_local: whether a tensor (a bias, a shared expert, a delta) is added to the reduced tensor
-            and the result, which is `reduced`, is rounded before the residual is added. The fused
-            call then does not reduce: it adds the residual and norms.
+            and the result is rounded before the residual is added. `reduced` is then this result,
+            and the fused call does not reduce: it adds the residual and norms.
     """
 
     reduction: Reduction
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def norms(self) -> list[Norm]:
-        """The post norm and the norm, without those that are absent."""
+        """The post norm and the norm, as far as they are present."""
         return [norm for norm in (self.branch.norm, self.norm) if norm is not None]
 
     @property
@@ -69,7 +69,7 @@ class Candidate:
 
     @functools.cached_property
     def values(self) -> list[Value]:
-        """Every expression that the fused call replaces, without its inputs."""
+        """Every expression that the fused call replaces, excluding its inputs."""
         found: dict[Value, None] = {}
         pending = [*self.served, *(norm.product for norm in self.norms)]
         while pending:
@@ -104,7 +104,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Weight:
-    """A norm's weight: a node, the path of a parameter, or None for ones. `bias` is added to it."""
+    """A norm's weight: a node, a parameter's path, or None for all ones. `bias` is added to it."""
 
     source: Node | str | None
     bias: float
@@ -112,10 +112,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Experts:
-    """Rows of experts that the call sums before it reduces.
+    """The experts' rows, which the call sums before it reduces.
 
     Attributes:
-        rows: [num_tokens, top_k, hidden_size], in the dtype of the reduction.
+        rows: [num_tokens, top_k, hidden_size], in the reduction's dtype.
         top_k: number of rows per token.
         weights: float32 [num_tokens, top_k] or [num_tokens, top_k, 1], or None.
         shared: the shared expert's output, in the shape of the reduced tensor, or None.
@@ -132,21 +132,23 @@ class Match:
     """A fused call.
 
     Attributes:
-        shape: the shape of its inputs and results.
+        shape: the shape of the call's inputs and results.
         x: the tensor that it reduces.
         weight: the norm's weight; None without a norm.
         post_weight: the post norm's weight; None without a post norm.
-        view_x: a view of the reduced tensor in the graph that is applied to `x` instead, or None.
-        views: by node that a result replaces, the view that converts the result to its shape.
+        view_x: a view that the graph takes of the reduced tensor, and that is applied to `x`
+            instead; or None.
+        views: maps each node that a result replaces to the view that converts the result to the
+            node's shape.
         scale_shape: the shape of the computed scales in the graph; None: the operator's shape.
-        scale_layout: the layout of the computed scales, as the operator takes it.
+        scale_layout: the layout of the computed scales, as passed to the operator.
         experts: the rows that the call sums to get `x`, or None.
-        note: why an additional part of the graph was not fused; empty if there is none.
+        note: why an additional part of the graph was not fused; empty if all of it was.
         lead_x: number of leading dimensions of size 1 that are added to `x`.
         lead_residual: number of leading dimensions of size 1 that are added to the residual.
-        numbers: nodes that compute numbers which the call takes as constants, with these numbers.
+        numbers: maps nodes to the numbers they compute, which the call takes as constants.
         members: nodes that the call replaces; they are removed unless other nodes read them.
-        dead: other nodes that are computed from the reduced tensor and that no node reads.
+        dead: other nodes that are computed from the reduced tensor but never read.
         late: whether an input comes after the reduction in the graph.
     """
 
@@ -198,10 +200,10 @@ class Match:
         return list(dict.fromkeys(nodes))
 
     def handed_over(self, values: Values, value: Value) -> list[Node]:
-        """Returns the nodes that a result of the call replaces.
+        """Returns the nodes that one of the call's results replaces.
 
-        Copies, and views that change the shape, stay: only their source is replaced. The first call
-        for a value must come before the graph is changed.
+        Copies, and views that change the shape, stay: only their source is replaced. Call this
+        method for each value before the graph is changed; later calls return the same nodes.
         """
         if value not in self._handed_over:
             self._handed_over[value] = self._find_handed_over(values, value)
@@ -220,6 +222,6 @@ class Match:
         return list(filter(is_one, value.holders))
 
     def served_nodes(self, values: Values) -> dict[Node, None]:
-        """Returns every node that a result of the call replaces."""
+        """Returns every node that one of the call's results replaces."""
         served = self.candidate.served
         return dict.fromkeys(node for value in served for node in self.handed_over(values, value))

@@ -1,8 +1,8 @@
-"""Traces functions that compute the same as custom operators.
+"""Traces PyTorch functions that compute the same results as custom operators.
 
-A framework's own norm is one node of the graph. The caller passes a PyTorch function that computes
-the same. The trace of this function is evaluated like any other graph. The node stays in the graph
-unless it becomes part of a fused call.
+A framework's own norm is a single node of the graph. The caller passes a PyTorch function that
+computes the same result. The trace of this function is evaluated like any other graph. The node
+stays in the graph unless it becomes part of a fused call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Decompositions = Mapping[str, Callable[..., Any]]
 
 
 def by_name(table: Mapping[Any, Callable[..., Any]]) -> Decompositions:
-    """Returns a caller's table with the operators' `namespace::name` as keys."""
+    """Returns a caller's table, keyed by the operators' `namespace::name`."""
     return {
         op.replace(".", "::", 1) if isinstance(op, str) else qualified_name(op): function
         for op, function in table.items()
@@ -38,9 +38,9 @@ def by_name(table: Mapping[Any, Callable[..., Any]]) -> Decompositions:
 def find(node: Node, table: Decompositions) -> Callable[..., Any] | None:
     """Returns the function that computes a node's result from its arguments; None if unknown.
 
-    The wrapper that makes a mutating operator functional returns the operator's own results and
-    then the new values of the changed arguments, in their order. So does the function for the
-    wrapper.
+    If the node is the wrapper that makes a mutating operator functional, the returned function does
+    the same as the wrapper: it returns the operator's own results, then the new values of the
+    changed arguments, in argument order.
     """
     if not table or node.op != "call_function":
         return None
@@ -69,11 +69,11 @@ def _mutating(op: Any, table: Decompositions) -> Callable[..., Any] | None:
 
 
 def _give_bases(schema: Any, kwargs: dict[str, Any], bases: list[Any]) -> list[int]:
-    """Replaces the arguments of `auto_functionalized_v2` by those of the operator that it wraps.
+    """Replaces the arguments of `auto_functionalized_v2` with the wrapped operator's arguments.
 
     Returns:
-        The index of the base of each changed argument: the wrapper returns new values in the order
-        of the bases.
+        The index of each changed argument's base: the wrapper returns new values in the order of
+        the bases.
     """
     places = whole_bases(schema, kwargs)
     if places is None or sorted(places.values()) != list(range(len(bases))):
@@ -88,7 +88,7 @@ def _give_bases(schema: Any, kwargs: dict[str, Any], bases: list[Any]) -> list[i
 def trace(
     shapes: Shapes, node: Node, function: Callable[..., Any], sources: list[Node]
 ) -> GraphModule:
-    """Returns the trace of the function for a node, as a function of some of the node's inputs.
+    """Returns the trace of a node's function, with the nodes in `sources` as its inputs.
 
     Raises NotUnderstood if the function cannot be traced.
     """
@@ -104,7 +104,7 @@ def trace(
 
     fakes: list[Any] = [shapes.of(source) for source in sources]
     try:
-        # The mode makes tensors that the function creates fake, too.
+        # The mode also makes the tensors that the function creates fake.
         with torch.no_grad(), shapes.fake_mode or contextlib.nullcontext():
             return make_fx(call)(*fakes)
     except Exception as error:  # noqa: BLE001 - a caller's function may raise anything

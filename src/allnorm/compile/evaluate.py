@@ -1,4 +1,4 @@
-"""Evaluates a node to the expression that it computes, with the roundings that PyTorch makes."""
+"""Evaluates a node to the expression that it computes, including PyTorch's roundings."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from allnorm.compile.vocabulary import module_of, not_plain, operation, state_of
 
 @dataclass
 class Evaluator(Operands):
-    """Evaluates single nodes, by the rules of `allnorm.compile.rules`.
+    """Evaluates single nodes, using the rules in `allnorm.compile.rules`.
 
     Attributes:
         decompositions: functions that compute the results of custom operators.
-        on_the_way: expressions computed inside such a function, by the node that it computes.
+        on_the_way: the expressions that such a function computes on its way to the result, keyed by
+            the node that it decomposes.
     """
 
     decompositions: decompose.Decompositions
     on_the_way: dict[Node, list[Value]] = field(default_factory=dict)
 
     def evaluate(self, node: Node) -> Value:
-        """Returns the node's result; for an in-place call, its first argument's new contents."""
+        """Returns a node's result; for an in-place call, its first argument's new contents."""
         note = ""
         try:
             function = decompose.find(node, self.decompositions)
@@ -51,7 +52,7 @@ class Evaluator(Operands):
         return self.algebra.opaque(inputs, None if out is None else out.dtype, note)
 
     def _decomposed(self, node: Node, function: Callable[..., Any]) -> Value:
-        """Returns the result of the function for a node; stores the expressions on the way."""
+        """Returns the result of a node's function; stores its intermediate expressions."""
         sources = [source for source in node.all_input_nodes if self.shapes.of(source) is not None]
         traced = decompose.trace(self.shapes, node, function, sources)
         shapes = Shapes(traced, {}, None)
@@ -79,7 +80,7 @@ class Evaluator(Operands):
         return self.algebra.make("tuple", tuple(results), node, None)
 
     def _check_plain(self, node: Node) -> None:
-        """Raises if a node computes with a DTensor: its result would be a DTensor too."""
+        """Raises if a node computes with a DTensor, because its result would be a DTensor too."""
         operands = {str(source): self.shapes.of(source) for source in node.all_input_nodes}
         for name, tensor in (operands | state_of(node)).items():
             problem = "" if tensor is None else not_plain(name, tensor)

@@ -1,6 +1,6 @@
 """Finds the sum over experts before a reduction: step 0 of the numerics page.
 
-The grammar, in float32 arithmetic, where rows are [num_tokens, top_k, hidden_size]:
+The grammar, in float32 arithmetic, where `rows` is [num_tokens, top_k, hidden_size]:
 
     x     = round(total | add(total, up(shared)))
     total = choices(term)                                  at most two of them
@@ -8,8 +8,8 @@ The grammar, in float32 arithmetic, where rows are [num_tokens, top_k, hidden_si
     term  = up(rows) | mul(up(rows), weights)              weights are one column
 
 `choices` is `torch.sum` over the choices. It starts at zero and adds in an unspecified order, so it
-certainly equals step 0 only for at most two choices. If weighted rows are rounded before the sum,
-they are the `rows`, and there are no `weights`.
+is guaranteed to equal step 0 only for at most two choices. If weighted rows are rounded before the
+sum, the rounded rows are the `rows`, and `weights` is absent.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Sum:
 
 
 def place_experts(values: Values, match: Match) -> str:
-    """Makes the call sum the experts' rows, if the reduction reduces such a sum.
+    """Makes the call sum the experts' rows, if the reduced tensor is a sum over experts.
 
     Returns:
-        The reason why the call cannot sum them; else empty.
+        Why the call cannot sum the rows; empty if it can, or if the tensor is not such a sum.
     """
     candidate = match.candidate
     x, reduced = candidate.reduction.x, candidate.reduced
@@ -57,7 +57,7 @@ def _parse(x: Value, dtype: torch.dtype) -> _Sum | None:
     """Returns the sum over choices that a tensor holds; None if it holds no such sum.
 
     Raises:
-        Missed: the tensor holds a similar sum, which differs from step 0.
+        Missed: the tensor holds a similar sum, but one that differs from step 0.
     """
     total = x if dtype == torch.float32 else _without("round", x)
     found = _total(total)
@@ -103,7 +103,7 @@ def _total(value: Value) -> _Sum | None:
 
 
 def _choice(value: Value) -> tuple[Any, tuple[int, int]] | None:
-    """Returns (rows and weights, (choice, number of choices)) of a term; None if it is not one."""
+    """Returns ((rows, weights), (choice, number of choices)) of a term; None for other values."""
     if value.op == "choice":
         return value.args[0], value.attr
     if value.op != "mul" or any(arg.op != "choice" for arg in value.args):

@@ -9,12 +9,12 @@ that keep the last dimension do not appear.
 |---|---|
 | `leaf` | an input of the graph |
 | `reduced` | the sum of an operand over ranks, computed by the node `attr` |
-| `opaque` | anything else; equal to no other expression |
+| `opaque` | anything else; never equal to another expression |
 | `const` | a Python number; its value is `attr` |
 | `up`, `round` | exact conversion to float32; rounding of float32 to `attr` |
 | `add mul div pow` | operations on two float32 expressions |
-| `square rsqrt sqrt reciprocal abs` | operations on one |
-| `mean sum amax` | over the last dimension; `attr` is its size |
+| `square rsqrt sqrt reciprocal abs` | operations on one float32 expression |
+| `mean sum amax` | reductions over the last dimension; `attr` is its size |
 | `clamp` | limits to the bounds in `attr`; None means no bound |
 | `choices` | the sums of every `attr` successive rows |
 | `choice` | row `attr[0]` of every `attr[1]` successive rows |
@@ -22,9 +22,9 @@ that keep the last dimension do not appear.
 | `rows` | the same elements in rows of a different length; `attr` is (old length, new length) |
 | `blocks` | rows quantized to MXFP8 or NVFP4, with their scales; `attr` is the format |
 | `part` | the rows (`attr[0]` is 0) or the scales (1) of `blocks`; `attr[1]` is the dtype |
-| `tuple` | several results of one call |
+| `tuple` | multiple results of one call |
 
-Equal expressions are one object: compare them with `is`.
+Equal expressions are the same object: compare them with `is`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from allnorm.compile.shapes import FP8, HALF
 
 
 class NotUnderstood(Exception):  # noqa: N818 - not an error: the node stays opaque
-    """A node cannot be expressed and becomes opaque; the text, if any, goes into the report."""
+    """A node cannot be expressed and becomes opaque; the report shows the message, if any."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -51,15 +51,16 @@ class Value:
     Attributes:
         op: the operation, as in the table above; `args` are its operands.
         attr: the operation's attribute, as in the table above.
-        dtype: the dtype of the tensors that hold it; None for a tuple or an unknown dtype.
-        order: its position in the order in which expressions are made.
+        dtype: the dtype of the tensors that hold the expression; None for a tuple or an unknown
+            dtype.
+        order: its position in the order in which expressions were created.
         column: whether it has one element per row.
-        note: why the pass cannot use more of it, for the report.
+        note: why the pass cannot look further into the expression; shown in the report.
         users: expressions that have it as an operand.
         definers: nodes that compute it, or compute it inside a decomposed operator.
         holders: nodes whose tensors hold it.
         readers: (node, its argument) for each read.
-        questions: (node, its argument) for each call that only queries shapes or dtypes.
+        questions: (node, its argument) for each call that only queries the shape or dtype.
     """
 
     op: str
@@ -80,12 +81,12 @@ class Value:
         return self.args[1] if self.args[0] is operand else self.args[0]
 
     def derives_from(self, origin: Value) -> bool:
-        """Returns whether this is `origin` or is computed from it."""
+        """Returns whether this expression is `origin` or is computed from it."""
         pending, seen = [self], {self}
         for value in pending:
             if value is origin:
                 return True
-            # An expression is made after its operands.
+            # An expression is created after its operands.
             newer = [operand for operand in value.args if operand.order >= origin.order]
             pending += [operand for operand in newer if operand not in seen]
             seen.update(newer)
@@ -97,7 +98,7 @@ class Value:
 
 
 class Algebra:
-    """Makes expressions in a normal form, each only once. Simplifies only where that is exact."""
+    """Creates each expression once, in a normal form. Simplifies only if the result is exact."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Value] = {}
@@ -105,11 +106,11 @@ class Algebra:
         self._count = 0
 
     def all_of(self, op: str) -> list[Value]:
-        """Returns every expression with this outermost operation, in the order of the graph."""
+        """Returns every expression with this outermost operation, in graph order."""
         return self._by_op.get(op, [])
 
     def find(self, op: str, args: tuple[Value, ...], attr: Any = None) -> Value | None:
-        """Returns the expression with these parts; None if it was not made."""
+        """Returns the expression with these parts; None if it does not exist."""
         return self._made.get((op, args, attr))
 
     def make(
@@ -138,7 +139,7 @@ class Algebra:
         return value
 
     def opaque(self, args: tuple[Value, ...], dtype: torch.dtype | None, note: str = "") -> Value:
-        """Makes an unknown expression, which equals no other."""
+        """Creates an unknown expression, which is never equal to another one."""
         value = self._new("opaque", args, None, dtype)
         value.note = note
         return value
@@ -172,7 +173,7 @@ class Algebra:
         return self.make("round", (value,), dtype, dtype)
 
     def rows(self, value: Value, before: int, after: int) -> Value:
-        """Returns the elements of rows of length `before` in rows of length `after`."""
+        """Returns rows of length `before` regrouped into rows of length `after`."""
         if value.op == "rows":
             value, before = value.args[0], value.attr[0]
         if before == after:
@@ -203,7 +204,7 @@ class Algebra:
         number = number_of(b)
         if op in ("add", "mul") and number_of(a) is not None and number is None:
             a, b, number = b, a, number_of(a)
-        if op in ("mul", "div") and number == 1.0:  # as in reciprocal(x) * 1.0, for 1.0 / x
+        if op in ("mul", "div") and number == 1.0:  # PyTorch's form of 1.0 / x
             return a
         if op == "mul" and a is b:
             return self.unary("square", a)

@@ -1,4 +1,4 @@
-"""Turns a candidate into a match: finds the nodes of its inputs, checks their shapes and uses."""
+"""Turns a candidate into a match: finds its input nodes, and checks their shapes and uses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from allnorm.compile.vocabulary import operation
 
 
 def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
-    """Returns the fused call for a candidate. Raises Missed, with the reason, if there is none.
+    """Returns the fused call for a candidate. Raises Missed, with the reason, if none is possible.
 
-    `accepted` are the matches that were accepted before.
+    `accepted` has the matches that were accepted before.
     """
     x = candidate.reduction.x
     if candidate.is_local:
@@ -80,7 +80,7 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
 
 
 def _numbers(values: Values, match: Match) -> dict[Node, object]:
-    """Returns the numbers, shapes and dtypes that the graph computes for the members."""
+    """Returns the numbers, shapes and dtypes that the graph computes for the match's members."""
     found: dict[Node, object] = {}
     for node in match.members:
         for source in node.all_input_nodes:
@@ -100,7 +100,7 @@ def _tensor(values: Values, node: Node) -> Tensor:
 
 
 def _first_tensor(values: Values, node: Node) -> Tensor:
-    """Returns a node's first result: decompositions add in its shape."""
+    """Returns a node's first result, whose shape decompositions use for the residual add."""
     results = values.shapes.any_of(node)
     if isinstance(results, tuple | list) and results and isinstance(results[0], Tensor):
         return results[0]
@@ -181,7 +181,7 @@ def _is_weight(tensor: Tensor, run: Tensor) -> bool:
 
 
 def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
-    """Finds `x` in the shape in which the residual is added, or a view that returns this shape."""
+    """Finds `x` in the shape that the residual is added in, or a view that returns this shape."""
     if same_shape(before.shape, run.shape):
         return
     if leads_to(before.shape, run.shape):
@@ -240,12 +240,12 @@ def _place_quantization(
 
 
 def _place_scale(match: Match, quantization: Quantization, scale: Tensor) -> None:
-    """Accepts contiguous scales in any shape, and other scales if the operator has their layout."""
+    """Accepts contiguous scales in any shape, and other scales in layouts that allnorm writes."""
     match.scale_layout = quantization.scale_layout or match.scale_layout
     if is_contiguous(scale):
         sizes = [static_size(size) for size in scale.shape]
         if len(match.shape) == 2 and scale.dim() > 0 and scale.shape[0] == match.shape[0]:
-            sizes[0] = None  # the number of tokens may differ in later calls
+            sizes[0] = None  # later calls may have a different number of tokens
         if sizes.count(None) > 1:
             shape = tuple(scale.shape)
             raise Missed(f"the scales have several dimensions of unknown size: {shape}")
@@ -278,10 +278,10 @@ def _static_scale(values: Values, static: Value, run: Tensor) -> Node:
 def _view_between(
     values: Values, candidate: Candidate, before: Tensor, after: Tensor, user: Node | None = None
 ) -> Node:
-    """Returns a view of the candidate that converts one shape to the other.
+    """Returns one of the candidate's views that converts one shape to the other.
 
-    `user` is the node that the viewed result replaces. The view must come before it, so that it
-    does not depend on it.
+    `user` is the node that the viewed result replaces. The view must come before `user`, because it
+    must not depend on it.
     """
     end = len(values.position) if user is None else values.position[user]
     regrouped = [user for value in candidate.values for user in value.users if user.op == "rows"]

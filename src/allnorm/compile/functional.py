@@ -1,12 +1,12 @@
-"""Makes a graph that writes in place functional, by PyTorch's own functionalization.
+"""Makes graphs with in-place writes functional, using PyTorch's own functionalization.
 
 The graph runs node by node on fake tensors under `torch.func.functionalize`, and `make_fx` records
-it. In-place calls, views of the tensors that they change, and `out=` become pure operators. Copies
-at the end store the final contents of the caller's tensors. Every reduction is recorded as the
-operator `reduced`. Reductions that are not fused get their original call back.
+the run. In-place calls, views of the tensors that they change, and `out=` become pure operators.
+Copies at the end store the final contents of the caller's tensors. Every reduction is recorded as
+the operator `reduced`. Reductions that are not fused get their original call back.
 
-Graphs that a recording cannot represent are refused: those with calls that do more than compute,
-and those with numbers as inputs, because the recording would turn them into constants.
+Graphs that a recording cannot represent are rejected: graphs with calls that have side effects, and
+graphs with numbers as inputs, because the recording would turn the numbers into constants.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _FUNCTIONAL = torch.ops._c10d_functional
 
 
 class NotFunctional(Exception):  # noqa: N818 - a result, with the reason as its text
-    """The graph cannot be made functional; the text is the reason."""
+    """The graph cannot be made functional; the exception's message is the reason."""
 
 
 def writers(graph: Graph, shapes: Shapes, reductions: dict[Node, Reduction]) -> dict[Node, str]:
-    """Returns the nodes that write, by the node of the tensor that they write.
+    """Returns the nodes that write, keyed by the node whose tensor they write.
 
-    Copies to inputs of the graph are omitted if nothing reads the input afterwards.
+    Copies to the graph's inputs are omitted if nothing reads the input afterwards.
     """
     read: set[object] = set()
     found = {}
@@ -79,7 +79,7 @@ def writers(graph: Graph, shapes: Shapes, reductions: dict[Node, Reduction]) -> 
 
 
 def is_last_copy(node: Node) -> bool:
-    """Returns whether a node copies a tensor to an input of the graph and no node reads it."""
+    """Returns whether a node copies a tensor to a graph input and no node reads the copy."""
     return (
         node.target is torch.ops.aten.copy_.default
         and isinstance(node.args[0], Node)
@@ -95,13 +95,14 @@ class Functional:
 
     Attributes:
         module: the graph; each node has metadata.
-        inputs: its inputs, in the given graph's order.
-        results: fake tensors of the given graph's results; None for results that are not tensors.
-        roots: by memory, the input or parameter with this memory and its fake tensor.
-        makers: by node, the node of the given graph that it was recorded for.
+        inputs: its inputs, in the original graph's order.
+        results: fake tensors of the original graph's results; None for results that are not
+            tensors.
+        roots: maps each storage to the input or parameter that owns it, with its fake tensor.
+        makers: maps each node to the node of the original graph for which it was recorded.
         env: the environment of symbolic sizes that exist only for this graph, or None.
-        reductions: the reductions, by node of the given graph.
-        constants: by name, tensors that the given graph creates from constants.
+        reductions: the reductions, keyed by node of the original graph.
+        constants: the tensors that the original graph creates from constants, keyed by name.
     """
 
     module: GraphModule
@@ -114,7 +115,7 @@ class Functional:
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def finish(self, shapes: Shapes, before: Sequence[Reduction], meta_key: str | None) -> str:
-        """Completes the graph after its sites were fused; returns why this is impossible, or ""."""
+        """Completes the graph after its sites were fused; returns why it cannot, or ""."""
         problem = keep_aliasing(self.module.graph, shapes, self.results, self.roots)
         if not problem:
             self._call_reductions(before)
@@ -124,10 +125,10 @@ class Functional:
         return problem
 
     def install(self, module: GraphModule) -> None:
-        """Replaces the nodes of a module's graph by those of this graph."""
+        """Replaces the nodes of a module's graph with the nodes of this graph."""
         for name, tensor in self.constants.items():
             setattr(module, name, tensor)
-        graph = module.graph  # later passes use the same object
+        graph = module.graph  # keep the object, because later passes use it
         inputs = graph.find_nodes(op="placeholder")
         meta = graph.output_node().meta
         for node in reversed(graph.nodes):
@@ -149,7 +150,7 @@ class Functional:
             graph.erase_node(node)
 
     def _guard(self, meta_key: str | None) -> None:
-        """Adds checks of the inputs to a graph whose tracer does not guard them."""
+        """Adds input checks to a graph whose tracer does not guard its inputs."""
         graph = self.module.graph
         # One node per parameter: fused sites may have added more.
         names = {node.target: node for node in graph.find_nodes(op="get_attr")}
@@ -176,7 +177,7 @@ class Functional:
                 graph.call_function(guards.check_inputs, arguments)
 
     def _rule(self, tensors: list[Node]) -> str:
-        """Returns the conditions on the sizes of inputs, in the form of PyTorch's guards."""
+        """Returns the conditions on input sizes, written as PyTorch guards."""
         sizes = guards.sizes_of([node.meta["val"] for node in tensors])
         if self.env is not None:
             return guards.rule_of(self.env, sizes, bounds=True)
@@ -191,7 +192,7 @@ class Functional:
 
 
 def _call(graph: Graph, reduction: Reduction, x: Any) -> Node:
-    """Adds a call that reduces `x` like a reduction of the given graph; returns the new tensor."""
+    """Adds a call that reduces `x` as in the original graph; returns the new tensor."""
     node = reduction.node
     name = qualified_name(node.target)
     if name.startswith(("_c10d_functional", "c10d_functional")) or not name:
@@ -215,7 +216,7 @@ def make_functional(
     reductions: dict[Node, Reduction],
     differentiated: frozenset[Node],
 ) -> Functional:
-    """Returns a functional version of the graph; raises NotFunctional if there is none.
+    """Returns a functional version of the graph; raises NotFunctional if that is impossible.
 
     Does not change the module.
     """
@@ -271,7 +272,7 @@ def make_functional(
 
 
 def _rename(graph: Graph, makers: dict[Node, Node]) -> None:
-    """Names nodes after the given graph's nodes that they were recorded for."""
+    """Names each node after the original graph's node for which it was recorded."""
     names = graph._graph_namespace = torch.fx.graph._Namespace()
     last = {makers[node]: node for node in graph.nodes if node in makers}
     for maker, node in last.items():
@@ -296,7 +297,7 @@ def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction
             if not isinstance(attribute_of(node), Tensor):
                 raise NotFunctional(f"{node} is not a tensor")
         elif checks_inputs(node):
-            continue  # the node is kept
+            continue  # this node stays in the graph
         elif node.op == "call_module":
             called = module_of(node)
             problem = plain_module(called)
@@ -318,7 +319,7 @@ def _check(module: GraphModule, shapes: Shapes, reductions: dict[Node, Reduction
 
 
 def _check_plain(node: Node, value: Any) -> None:
-    """Raises if a node has a DTensor, which cannot be recorded."""
+    """Raises if a node involves a DTensor, which cannot be recorded."""
     tensors = {node.name: attribute_of(node) if node.op == "get_attr" else value}
     for name, tensor in (state_of(node) | tensors).items():
         if isinstance(tensor, DTensor):
@@ -341,7 +342,7 @@ def _check_reduction(reduction: Reduction) -> None:
 
 
 def _attributes(module: GraphModule) -> dict[str, Tensor]:
-    """Returns every parameter and buffer that the graph uses, once, by its first path."""
+    """Returns each parameter and buffer that the graph uses once, keyed by its first path."""
     found: dict[int, tuple[str, Tensor]] = {}
     for node in module.graph.nodes:
         read = {str(node.target): attribute_of(node)} if node.op == "get_attr" else state_of(node)
@@ -351,7 +352,7 @@ def _attributes(module: GraphModule) -> dict[str, Tensor]:
 
 
 def _check_strides(shapes: Shapes, recorder: _Recorder) -> None:
-    """Raises if functionalization loses a result's strides, as with `out=`."""
+    """Raises if functionalization loses a result's strides, which happens with `out=`."""
     for node, result in recorder.results.items():
         given = shapes.of(node)
         if given is None or not isinstance(result, Tensor):
@@ -384,7 +385,7 @@ class _Runner(Interpreter):
     """Runs a graph on functional tensors.
 
     Attributes:
-        makers: by recorded node, the node of the graph that it was recorded for.
+        makers: maps each recorded node to the graph's node for which it was recorded.
     """
 
     def __init__(self, module: GraphModule) -> None:
@@ -407,11 +408,11 @@ class _Runner(Interpreter):
 
 
 class _Recorder(_Runner):
-    """Runs the given graph on functional tensors, with one operator for every reduction.
+    """Runs the original graph on functional tensors, with one common operator for all reductions.
 
     Attributes:
-        results: the graph's results, by their nodes.
-        inputs: the inputs and then the parameters, after the run.
+        results: the graph's results, keyed by node.
+        inputs: the inputs, followed by the parameters, as they are after the run.
     """
 
     def __init__(
@@ -430,7 +431,7 @@ class _Recorder(_Runner):
         for path, value in zip(self._paths, values[count:], strict=True):
             self._lifted[id(attribute_at(self.module, path))] = value
         before = [value.shape if isinstance(value, Tensor) else None for value in values]
-        # io_processing would flatten the inputs of an exported graph and restructure its results.
+        # IO processing would flatten an exported graph's inputs and restructure its results.
         results = self.run(*values[:count], enable_io_processing=False)
         for value, shape in zip(values, before, strict=True):
             if shape is not None and not same_shape(value.shape, shape):
@@ -458,7 +459,7 @@ class _Recorder(_Runner):
         return x.copy_(value) if reduction.in_place else value
 
     def _without_hidden_alias(self, n: Node, value: Any) -> Any:
-        """Returns the operator's result, or the argument that it returned without declaring it."""
+        """Returns the operator's result, or the argument that the operator returned undeclared."""
         if not isinstance(value, Tensor) or not torch._is_functional_tensor(value):
             return value
         for node in n.all_input_nodes:
@@ -505,7 +506,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _with_parameters(graph: Graph, count: int, paths: list[str]) -> list[Node]:
-    """Replaces the placeholders after the first `count` by the module's parameters and buffers.
+    """Replaces all placeholders but the first `count` with the module's parameters and buffers.
 
     Returns:
         The nodes of all inputs, parameters and buffers.
@@ -524,10 +525,10 @@ def _with_parameters(graph: Graph, count: int, paths: list[str]) -> list[Node]:
 def _with_results(
     graph: Graph, given: Graph, recorder: _Recorder, makers: dict[Node, Node]
 ) -> list[Tensor | None]:
-    """Makes the graph return its results in the given graph's structure.
+    """Makes the graph return its results in the original graph's structure.
 
     Returns:
-        Fake tensors of the given graph's results; None for results that are not tensors.
+        Fake tensors of the original graph's results; None for results that are not tensors.
     """
     output, results = graph.output_node(), []
     recorded: Any = output.args[0]
@@ -551,14 +552,14 @@ def _without_copies(made: Functional) -> None:
     ):
         source = node.args[1]
         tensor = source.meta["val"] if isinstance(source, Node) else None
-        # Copies of inputs stay: the graph writes its inputs at its end, after all reads.
+        # Copies of inputs stay: the graph writes its inputs at the end, after all reads.
         alike = isinstance(tensor, Tensor) and _is_alike(tensor, node.meta["val"])
         if alike and storage_of(tensor) not in inputs:
             node.replace_all_uses_with(source)
 
 
 def _with_constants(made: Functional, module: GraphModule) -> None:
-    """Gives tensors that the graph creates from constants a name in the module."""
+    """Names the tensors that the graph creates from constants, as attributes of the module."""
     paths = [place.target for place, _ in made.roots.values()]
     for node in made.module.graph.find_nodes(op="get_attr"):
         if node.target in paths:
@@ -576,7 +577,7 @@ def _with_constants(made: Functional, module: GraphModule) -> None:
 def _reductions(
     graph: Graph, before: dict[Node, Reduction], makers: dict[Node, Node]
 ) -> dict[Node, Reduction]:
-    """Returns the graph's reductions, by their nodes in the given graph."""
+    """Returns the graph's reductions, keyed by their nodes in the original graph."""
     marked = {node.args[1]: node for node in graph.nodes if node.target is REDUCED}
     found = {}
     for index, (node, reduction) in enumerate(before.items()):

@@ -2,8 +2,8 @@
 
 All ranks of a tensor-parallel group must decide alike. Otherwise the engine hangs: one rank waits
 in a fused call for peers that make an unfused one. Therefore the ranks gather their reasons not to
-fuse. If any rank has one, no rank fuses, and the first reason is reported. Nothing raises into an
-engine.
+fuse. If any rank has a reason, no rank fuses, and the first reason is reported. No exception
+reaches the engine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MIN_WORKSPACE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """The decision of all ranks of a group.
+    """The common decision of a group's ranks.
 
     Attributes:
-        communicator: the communicator of the fused calls; None if nothing is fused.
+        communicator: the communicator for the fused calls; None if nothing is fused.
         reason: why nothing is fused; empty if there is a communicator.
     """
 
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def disabled_reason() -> str:
-    """Returns why the environment of this process forbids fusing; empty if it does not.
+    """Returns why this process's environment variables forbid fusing; empty if they allow it.
 
     Not collective: pass the reason as `obstacle` to `engine_communicator`.
     """
@@ -64,14 +64,14 @@ def engine_communicator(
     obstacle: str = "",
     early_trigger: bool = False,
 ) -> Outcome:
-    """Makes the communicator of an engine's tensor-parallel group, or returns why no rank gets one.
+    """Creates the communicator for an engine's tensor-parallel group, or returns why it cannot.
 
     Collective: every rank of the group calls it before any CUDA graph is captured, including ranks
-    that have an obstacle. Raises nothing while the group itself works.
+    that have an obstacle. Never raises as long as the group itself works.
 
     Args:
         group: the tensor-parallel group.
-        device: the device of this rank's tensors.
+        device: the device that holds this rank's tensors.
         hidden_size: the model's hidden size.
         max_tokens: the largest number of rows that the engine reduces at once, which determines the
             size of the workspace. Calls with more rows run in chunks.
@@ -94,7 +94,7 @@ def engine_communicator(
         communicator = allnorm.Communicator(
             group, device, workspace_bytes, numerics, early_trigger=early_trigger
         )
-    except Exception as error:  # noqa: BLE001 - raised on every rank if on one
+    except Exception as error:  # noqa: BLE001 - either every rank raises or none does
         return Outcome(None, _first_reason(group, in_words(error)))
 
     def step() -> str:
@@ -117,23 +117,23 @@ def _first_reason(group: dist.ProcessGroup, own: str) -> str:
 
 
 def _gathered(group: dist.ProcessGroup, own: str) -> list[str]:
-    """Returns every rank's text, in the order of ranks. Collective."""
+    """Returns every rank's text, in rank order. Collective."""
     texts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(texts, own, group=group)
     return texts
 
 
 def _workspace_bytes(hidden_size: int, max_tokens: int, dtype: torch.dtype) -> int | None:
-    """Returns a size with which `max_tokens` rows fit into one launch; None if the user set one."""
+    """Returns a size that fits `max_tokens` rows into one launch; None if the user set a size."""
     if config.read_settings().workspace_bytes is not None:
         return None
-    # A phase is 4/9 of the workspace and holds three copies of the rows: partial sums and sums.
+    # A phase is 4/9 of the workspace and holds three copies of the rows (partial sums and sums).
     rows = 7 * max_tokens * hidden_size * dtype.itemsize
     return max(_MIN_WORKSPACE_BYTES, min(_MAX_WORKSPACE_BYTES, rows))
 
 
 def _try_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Runs a call without peers. Raises if the library has no kernels for this GPU."""
+    """Makes a call without peers. Raises if the library has no kernels for this GPU."""
     x = torch.ones((1, 64), dtype=dtype, device=device)
     normed, _ = allnorm.add_rms_norm(x, None, torch.ones(64, dtype=dtype, device=device), 0.0)
     if not bool((normed == 1).all()):
@@ -141,14 +141,14 @@ def _try_kernels(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None, str, str]:
-    """Opens the verdicts by which the ranks of a group will decide on each graph. Collective.
+    """Opens the `Verdicts` with which a group's ranks will decide on each graph. Collective.
 
     Args:
         group: the tensor-parallel group.
-        word: a text that rank 0 sends to all ranks; ignored on other ranks.
+        word: a string that rank 0 sends to all ranks; ignored on other ranks.
 
     Returns:
-        The verdicts or None, the reason if they cannot be opened, and rank 0's word.
+        The verdicts, or None if they cannot be opened; the reason for that; and rank 0's word.
     """
     mine: Any = None
 
@@ -157,7 +157,7 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
         mine = distributed_c10d._get_default_store()
         return ""
 
-    # The keys must differ from those of other groups' and earlier verdicts.
+    # The keys must differ from the keys of other groups and of earlier verdicts.
     (first, said), *_ = map(json.loads, _gathered(group, json.dumps([uuid.uuid4().hex, word])))
     reason = _first_reason(group, attempt(step))
     if reason or mine is None:
@@ -168,19 +168,19 @@ def open_verdicts(group: dist.ProcessGroup, word: str) -> tuple[Verdicts | None,
         store,
         dist.get_rank(group),
         dist.get_world_size(group),
-        # A rank that does not answer may be waiting in a call: stop before that wait times out.
+        # A rank that does not reply may be waiting in a call: give up before that wait times out.
         patience_s=min(PATIENCE_S, timeout.total_seconds() / 4),
     )
     return verdicts, "", said
 
 
 def wants_gradient(*tensors: torch.Tensor) -> bool:
-    """Returns whether autograd would record a call with these tensors; fused calls raise then."""
+    """Returns whether autograd would record a call with these tensors; a fused call would raise."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def attempt(step: Callable[[], str]) -> str:
-    """Returns the reason that a step returns, or the text of the exception that it raises."""
+    """Returns the reason that a step returns, or describes the exception that it raises."""
     try:
         return step()
     except Exception as error:  # noqa: BLE001 - the engine continues without fused calls
@@ -193,18 +193,18 @@ def in_words(error: Exception) -> str:
 
 
 class Announcer:
-    """Logs each message once per process, to a logger whose messages the engine's users see."""
+    """Logs each message once per process, to a logger whose output the engine's users see."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._said: set[str] = set()
 
     def info(self, text: str) -> None:
-        """Logs at INFO, unless the text was logged before."""
+        """Logs a message at INFO, unless it was logged before."""
         self._say(logging.INFO, text)
 
     def warning(self, text: str) -> None:
-        """Logs a warning, unless the text was logged before."""
+        """Logs a warning, unless it was logged before."""
         self._say(logging.WARNING, text)
 
     def _say(self, level: int, text: str) -> None:

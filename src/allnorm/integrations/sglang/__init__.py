@@ -1,7 +1,8 @@
 """The SGLang plugin: fuses SGLang's all-reduces with the norms after them.
 
 SGLang calls `register` through the entry point `sglang.srt.plugins`, in every process that it
-starts. No module of SGLang is imported before. docs/sglang.md lists what is hooked.
+starts. None of SGLang's modules are imported before that. docs/sglang.md lists the hooked
+functions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _registered: list[str] = []
 
 
 def register() -> None:
-    """Registers the hooks with SGLang, which applies them after this returns.
+    """Registers the hooks with SGLang, which applies them after this function returns.
 
     Idempotent. Never raises: if something prevents the fusion, SGLang runs without it. The ranks
     decide together whether to fuse when SGLang warms up a model.
@@ -32,7 +33,7 @@ def register() -> None:
 
 
 def install() -> bool:
-    """Registers the hooks on any hardware and returns True. If it cannot, it logs why."""
+    """Registers the hooks on any hardware; returns whether it succeeded, and logs why if not."""
     if _registered:
         return True
     try:

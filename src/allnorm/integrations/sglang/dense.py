@@ -1,11 +1,11 @@
-"""Wires dense models of SGLang 0.5.17, whose row-parallel layers reduce their own sums.
+"""Wires SGLang 0.5.17's dense models, whose row-parallel layers reduce their own sums.
 
 In 0.5.23 a layer returns its partial sum if the gate allows it, and the norm after it completes the
-sum. In 0.5.17 the row-parallel layers of dense models reduce. This module makes such a layer leave
-its partial sum, and the norm after it complete that sum.
+sum. In 0.5.17 the row-parallel layers of dense models do the reduction themselves. This module
+makes such a layer return its partial sum, and makes the norm after the layer complete the sum.
 
-Only the norm may read the output of such a layer. Therefore only classes whose forward is known are
-changed, matched by their exact type.
+Only the norm may read the output of such a layer. Therefore this module changes only classes whose
+forward is known, and matches them by exact type.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _MODELS = "sglang.srt.models."
 
 @dataclass(frozen=True)
 class Family:
-    """A class of decoder layers: how its forward uses its sums and norms.
+    """A class of decoder layers, described by how its forward uses its sums and norms.
 
     Attributes:
-        attention: whether the attention's sum is wired to `norm`. False: SGLang itself leaves that
-            sum to the norm.
+        attention: whether this module wires the attention's sum to `norm`. False: SGLang itself
+            leaves that sum to the norm.
         tuple_input: whether the layer passes the first norm's result to `qkv_proj` unchanged. The
             result may then be the tuple `(fp8, scale)`.
-        reader: whether `mlp.gate_up_proj` is the only reader of `norm`. It may then take FP8.
+        reader: whether only `mlp.gate_up_proj` reads the result of `norm`, which may then be FP8.
         norm: the name of the norm after the attention's residual add; empty if the layer adds the
             residual itself.
         post_attention: the name of the norm of the attention's sum before the residual add.
         post_mlp: the name of the norm of the MLP's sum before the residual add.
-        scale: the name of the layer's attribute that both sums are multiplied by.
+        scale: the name of the layer's attribute by which both sums are multiplied.
     """
 
     attention: bool = True
@@ -59,7 +59,7 @@ _ADDS_ITSELF = Family(
 FAMILIES = {
     _MODELS + "llama.LlamaDecoderLayer": Family(tuple_input=True, reader=True),
     _MODELS + "qwen2.Qwen2DecoderLayer": Family(tuple_input=True, reader=True),
-    # Its attention reads the shape of the first norm's result, which therefore must be a tensor.
+    # Qwen3's attention reads the shape of the first norm's result: it must be a tensor.
     _MODELS + "qwen3.Qwen3DecoderLayer": Family(attention=False, reader=True),
     _MODELS + "gemma2.Gemma2DecoderLayer": _GEMMA,
     _MODELS + "gemma3_causal.Gemma3DecoderLayer": _GEMMA,
@@ -87,7 +87,8 @@ class Site:
     Attributes:
         norm: the norm that adds the residual; None if `post` completes the sum.
         post: the norm of the sum before the residual is added, or None.
-        layer: the decoder layer, with the attribute `scale` as in Family.
+        layer: the decoder layer.
+        scale: as in `Family`, the name of the layer's attribute; empty without one.
     """
 
     linear: Any
@@ -98,10 +99,10 @@ class Site:
 
 
 def sites(model: torch.nn.Module, world_size: int, *, hidden_states_leave: bool) -> list[Site]:
-    """Returns the sites of a model that can be wired; changes nothing.
+    """Returns the sites in a model that can be wired. Changes nothing.
 
-    With `hidden_states_leave`, other code may read the hidden states between two layers, as
-    speculative decoding does. Then only sums within a layer are wired.
+    `hidden_states_leave` means that other code, such as speculative decoding, may read the hidden
+    states between two layers. Then only sums within a layer are wired.
     """
     stacks = [module for module in model.modules() if _path(module) in STACKS]
     found = [site for stack in stacks for site in _sites_of(stack, hidden_states_leave)]
@@ -112,7 +113,7 @@ def sites(model: torch.nn.Module, world_size: int, *, hidden_states_leave: bool)
 
 
 def wire(pairs: list[Site]) -> None:
-    """Makes each linear layer leave its partial sum, and each norm complete it."""
+    """Makes each linear layer return its partial sum, and each norm complete that sum."""
     scales = [getattr(site.layer, site.scale) if site.scale else 1.0 for site in pairs]
     for site, scale in zip(pairs, scales, strict=True):
         site.linear.reduce_results = False
@@ -127,9 +128,9 @@ def wire(pairs: list[Site]) -> None:
 
 
 def consumers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Yields each norm whose result only one known layer reads, and that layer.
+    """Yields each norm whose result is read only by one known layer, together with that layer.
 
-    In 0.5.23 an attribute of the norm refers to that layer. For 0.5.17 `FAMILIES` determines it.
+    In 0.5.23 an attribute of the norm refers to the layer. For 0.5.17, `FAMILIES` determines it.
     """
     for module in model.modules():
         family = FAMILIES.get(_path(module))
@@ -175,7 +176,7 @@ def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
 
 
 def _can_leave_its_sum(linear: Any, world_size: int) -> bool:
-    """Returns whether a layer reduces over all ranks of the communicator and may leave its sum."""
+    """Returns whether a layer reduces over all the communicator's ranks and may skip that."""
     return (
         _path(linear) == "sglang.srt.layers.linear.RowParallelLinear"
         and linear.reduce_results
@@ -188,7 +189,7 @@ def _can_leave_its_sum(linear: Any, world_size: int) -> bool:
 
 
 def _num_ranks(linear: Any) -> int:
-    """Returns the number of tensor-parallel ranks that a layer reduces over; 0 for other groups."""
+    """Returns how many tensor-parallel ranks a layer reduces over; 0 if it uses other groups."""
     if hasattr(linear, "tp_size"):
         return int(linear.tp_size)
     if linear.parallel_group not in (None, "tp"):  # 0.5.23 stores the group's name

@@ -1,6 +1,6 @@
-"""Reads SGLang's groups and settings, and checks which of them rule out fused calls.
+"""Reads SGLang's groups and settings, and checks whether any of them rule out fused calls.
 
-All values come from the settings, so they are equal on all ranks of a tensor-parallel group.
+All values come from SGLang's settings, so all ranks of a tensor-parallel group read the same.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _DEFAULT_MAX_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Engine:
-    """A model of SGLang and its settings.
+    """One of SGLang's models, and the settings that it runs with.
 
-    `max_tokens` is the largest number of rows of one forward pass. With `multiplexed`, prefill and
+    `max_tokens` is the largest number of rows in one forward pass. If `multiplexed`, prefill and
     decode run concurrently on two streams.
     """
 
@@ -32,8 +32,8 @@ class Engine:
     multiplexed: bool = False
 
 
-# Fields of SGLang's objects that the plugin reads. Their existence is checked first, so that a
-# renamed setting is not ignored.
+# Fields of SGLang's objects that the plugin reads. It first checks that they exist: otherwise it
+# would silently ignore a setting that SGLang has renamed.
 _RUNNER = (
     *("device", "model", "dtype", "model_config.hidden_size"),
     *("server_args.chunked_prefill_size", "server_args.enable_pdmux"),
@@ -50,10 +50,10 @@ _EXECUTION = (
 
 
 def group_of(runner: Any) -> tuple[Any, dist.ProcessGroup, torch.device]:
-    """Returns SGLang's coordinator of the tensor-parallel group, the group, and this rank's device.
+    """Returns SGLang's tensor-parallel coordinator, its process group, and this rank's device.
 
     Raises:
-        UnsupportedError: SGLang lacks an expected field; on all ranks.
+        UnsupportedError: SGLang lacks an expected field. All ranks raise it.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -89,10 +89,10 @@ def engine_of(runner: Any) -> Engine:
 
 
 def switched_off() -> str:
-    """Returns why SGLang's own switch forbids the fusion; empty if it does not.
+    """Returns why SGLang's own switch forbids fusion; empty if it allows it.
 
-    Deterministic inference also sets that switch, because FlashInfer's bits depend on the batch.
-    allnorm ignores the switch then, because the bits of its calls do not.
+    Deterministic inference also sets that switch, because FlashInfer's results depend on the batch.
+    In that case allnorm ignores the switch, because its own results do not depend on the batch.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -104,7 +104,7 @@ def switched_off() -> str:
 
 
 def obstacle(facts: Engine) -> str:
-    """Returns which setting of SGLang is incompatible with fused calls; empty if none is."""
+    """Returns which SGLang setting is incompatible with fused calls; empty if none is."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_exec, get_parallel
 

@@ -1,10 +1,10 @@
-"""The fused calls that replace SGLang's all-reduce and norm after all ranks agreed to fuse.
+"""The fused calls that replace SGLang's all-reduce and norm once all ranks have agreed to fuse.
 
-Every hook checks `current()`: if it is None, SGLang runs as without the plugin. It changes only in
-the hook that runs before graphs are captured, on all ranks alike.
+Every hook checks `current()`. If it is None, SGLang runs as if the plugin were not installed. Only
+the hook that runs before graph capture changes it, in the same way on all ranks.
 
-If a fused call is impossible, this module itself runs SGLang's all-reduce and norm. SGLang 0.5.17
-would run the norm without any all-reduce.
+If a fused call is impossible, this module itself runs SGLang's all-reduce and norm, because SGLang
+0.5.17 would run the norm without any all-reduce.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _Pair = tuple[Any, torch.Tensor]
 class Before:
     """Steps between the reduction and the residual add of a wired norm.
 
-    `norm` is SGLang's norm of the sum, and `scale` the factor of the sum or of its norm.
+    `norm` is SGLang's norm that is applied to the sum, or None. `scale` is the factor that the
+    result is multiplied by.
     """
 
     norm: Any = None
@@ -49,7 +50,7 @@ class Fusion:
 
     Attributes:
         all_reduce: SGLang's own all-reduce over the communicator's group.
-        say: called with the reason when a reduction cannot be fused.
+        say: is called with the reason when a reduction cannot be fused.
         sites: ids of the norms whose calls were fused outside compiled graphs.
     """
 
@@ -64,13 +65,13 @@ class Fusion:
         """Runs all-reduce, residual add and the norm of `module`, fused if possible.
 
         Args:
-            module: a norm of SGLang.
+            module: one of SGLang's norms.
             x: `[num_tokens, hidden_size]`, this rank's partial sum.
             residual: a tensor like `x`, equal on every rank, or None.
             before: the steps between the reduction and the residual add.
 
         Returns:
-            The input of the layer after the norm, a tensor or `(fp8, scale)`, and a new residual.
+            The input for the layer after the norm (a tensor or `(fp8, scale)`), and a new residual.
         """
         how, obstacle = _arithmetic(module, x, residual)
         post = None
@@ -100,11 +101,11 @@ class Fusion:
     ) -> _Pair | None:
         """Runs all-reduce, residual add, norm and quantization, for a layer that reads FP8.
 
-        With `keep_bf16`, a layer also reads the normed tensor in 16 bits.
+        If `keep_bf16`, a layer also reads the normed tensor in 16 bits.
 
         Returns:
             `((fp8, scale), residual)`, or `((normed, fp8, scale), residual)` with `keep_bf16`;
-            None, before anything was communicated, if this norm cannot be fused.
+            None if this norm cannot be fused; in that case nothing was communicated.
         """
         how, obstacle = _arithmetic(module, x, residual)
         return None if obstacle else self._quantized(module, x, residual, how, quant, keep_bf16)
@@ -145,7 +146,7 @@ class Fusion:
             reduced = type(before.norm).forward(before.norm, reduced)
         if before.scale != 1.0:
             reduced = reduced * before.scale
-        # The instance's own forward may be the one that completes sums.
+        # Call the class's forward: the instance's own may be one that completes sums.
         if residual is None:
             return type(module).forward(module, reduced), reduced
         result: _Pair = type(module).forward(module, reduced, residual.clone())
@@ -180,7 +181,7 @@ def completing_forward(
     residual: torch.Tensor | None = None,
     post_residual_addition: torch.Tensor | None = None,
 ) -> Any:
-    """Runs the forward of a norm whose input is a partial sum; bound by `complete_sums_in`."""
+    """The forward of a norm whose input is a partial sum; installed by `complete_sums_in`."""
     fusion = _fusion(is_expected=residual is not None)
     if post_residual_addition is not None and residual is not None:
         residual = residual + post_residual_addition
@@ -188,25 +189,26 @@ def completing_forward(
 
 
 def completing_alone(self: Any, x: torch.Tensor, residual: None = None) -> Any:
-    """Runs the forward of a post norm that completes a sum; the layer adds the residual."""
+    """The forward of a post norm that completes a sum; the layer itself adds the residual."""
     normed, _ = _fusion(is_expected=residual is None).norm(self, x, None)
     return normed
 
 
 def passing_on(self: Any, x: torch.Tensor, residual: None = None) -> Any:
-    """Returns `x`: the fused call of the next norm includes this post norm."""
+    """Returns `x` unchanged: the next norm's fused call includes this post norm."""
     _fusion(is_expected=residual is None)
     return x
 
 
-# The attribute of a wired norm with the steps before its residual add.
+# The attribute in which a wired norm keeps the steps before its residual add.
 _BEFORE = "_allnorm_before"
 
 
 def complete_sums_in(module: Any, before: Before = _NOTHING) -> None:
-    """Makes a norm of SGLang reduce its input over the ranks before it adds and norms it.
+    """Makes one of SGLang's norms reduce its input over the ranks before it adds and norms it.
 
-    `before` are the steps before the residual add; their norm then returns its input unchanged.
+    `before` has the steps before the residual add. If they include a norm, its forward is replaced
+    with one that returns the input unchanged.
     """
     module.forward = types.MethodType(completing_forward, module)
     if before is not _NOTHING:
@@ -216,12 +218,12 @@ def complete_sums_in(module: Any, before: Before = _NOTHING) -> None:
 
 
 def complete_alone_in(module: Any) -> None:
-    """Makes a norm of SGLang reduce its input over the ranks; it does not add a residual."""
+    """Makes one of SGLang's norms reduce its input over the ranks; it does not add a residual."""
     module.forward = types.MethodType(completing_alone, module)
 
 
 def _fusion(*, is_expected: bool) -> Fusion:
-    """Returns the process's `Fusion`. Raises without one, or if the arguments are unexpected."""
+    """Returns the process's `Fusion`. Raises if it is None or the caller's arguments are wrong."""
     fusion = current()
     if fusion is None or not is_expected:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Finds the quantization in which a linear layer of SGLang takes its input from the norm before it.
+"""Determines how a norm must quantize its result for the SGLang linear layer that reads it.
 
 Block-scaled FP8 layers take `(fp8, scale)` instead of a 16-bit tensor. The layout of the scales
 depends on the GEMM:
@@ -32,11 +32,11 @@ class Gemm:
     """Requirements of one of SGLang's block-scaled FP8 linear functions.
 
     Attributes:
-        scale_layout: layout of the scales of a quantized input.
-        multiple: the number that must divide the weight's `out_features`. Otherwise the function
-            uses a GEMM with a different layout.
-        since_ue8m0: whether only newer versions take a quantized input: those that have the
-            parameter `act_scale_ue8m0`.
+        scale_layout: the layout that the scales of a quantized input must have.
+        multiple: the weight's `out_features` must be a multiple of this number. Otherwise the
+            function uses a GEMM with a different layout.
+        since_ue8m0: whether only newer versions, which have the parameter `act_scale_ue8m0`, take a
+            quantized input.
     """
 
     scale_layout: str
@@ -52,9 +52,9 @@ GEMMS = {
 
 
 def quant_of(linear: torch.nn.Module | None) -> allnorm.Fp8PerGroup | None:
-    """Returns the quantization in which `linear` takes its input; None if it takes only 16 bits.
+    """Returns the quantization that `linear` expects of its input; None if it takes only 16 bits.
 
-    Depends only on the model and on SGLang's settings, so it is equal on all ranks.
+    The result depends only on the model and on SGLang's settings, so it is equal on all ranks.
     """
     method = getattr(linear, "quant_method", None)
     function = getattr(method, "w8a8_block_fp8_linear", None)

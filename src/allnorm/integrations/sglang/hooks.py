@@ -1,7 +1,7 @@
 """The hooks: the gate, the two norm functions that it enables, and the start before graph capture.
 
-Each hook returns a `Probe` that it receives. It runs SGLang's own function unless the ranks agreed
-to fuse.
+A hook that receives a `Probe` returns it. Otherwise it runs SGLang's own function, unless the ranks
+have agreed to fuse.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def gate(original: _Original, batch_size: Any, *more: Any, **named: Any) -> Any:
         return batch_size
     if current() is None or seams.unknown(original, 1, more, named):
         return original(batch_size, *more, **named)
-    # No upper bound: allnorm runs large calls in chunks, with the same bits.
+    # No upper bound: allnorm splits large calls into chunks, with bit-identical results.
     return batch_size > 0
 
 
@@ -43,8 +43,8 @@ def norm(
 ) -> Any:
     """Completes a sum, adds it to the residual and norms it. Never returns None.
 
-    Raises UnsupportedError if SGLang passes an unknown argument: SGLang's own function could run
-    the norm without any all-reduce.
+    Raises UnsupportedError if SGLang passes an unknown argument. It does not fall back to SGLang's
+    own function, which could run the norm without any all-reduce.
     """
     if isinstance(norm_module, Probe):
         return norm_module
@@ -77,8 +77,8 @@ def quantized_norm(
 ) -> Any:
     """Completes a sum, adds it to the residual, norms and quantizes it for a layer that reads FP8.
 
-    Returns None, before any communication, if the GEMM after it does not take the result, or if
-    SGLang passes an unknown argument. SGLang then calls `norm`.
+    Returns None, without any communication, if the GEMM after the norm does not take the result, or
+    if SGLang passes an unknown argument. SGLang then calls `norm`.
     """
     if isinstance(norm_module, Probe):
         return norm_module

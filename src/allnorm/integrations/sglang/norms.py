@@ -13,19 +13,19 @@ from allnorm.integrations.engines import wants_gradient
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# The attribute of a norm module with its `NormArithmetic`.
+# The attribute in which a norm module keeps its `NormArithmetic`.
 ATTRIBUTE = "_allnorm"
 
 
 @dataclass(frozen=True)
 class NormArithmetic:
-    """The arithmetic of one norm of SGLang.
+    """The arithmetic of one of SGLang's norms.
 
     Attributes:
         weight_bias: 1.0 for Gemma's norms, which multiply by 1 + weight.
         numerics: the rounding mode.
-        quant: the quantization that the layer after it reads; None for 16 bits.
-        obstacle: why the fused call cannot compute the same; empty if it can.
+        quant: the quantization that the layer after the norm reads; None if it reads 16 bits.
+        obstacle: why the fused call cannot compute this norm; empty if it can.
     """
 
     weight_bias: float = 0.0
@@ -50,7 +50,7 @@ def eps_of(module: Any) -> float:
 
 
 def arithmetic(module: Any) -> NormArithmetic:
-    """Returns the arithmetic of a norm module, by its class and settings."""
+    """Returns the arithmetic of a norm module, which depends on its class and settings."""
     plain, *gemma = classes()
     if isinstance(module, tuple(gemma)):
         # SGLang's fused calls add the 1 in the weight's dtype; its other calls add it in float32,
@@ -74,10 +74,10 @@ def arithmetic(module: Any) -> NormArithmetic:
 def post_norm(
     module: Any, numerics: str, dtype: torch.dtype
 ) -> tuple[allnorm.PostNorm | None, str]:
-    """Returns the `post_norm` of the fused call and "", or None and why the call cannot have it.
+    """Returns the fused call's `post_norm` and ""; or None and why the call cannot include it.
 
-    `module` is SGLang's norm of the reduced sum before the residual add, `numerics` the rounding
-    mode of the norm after it, and `dtype` the sum's dtype.
+    `module` is SGLang's norm that is applied to the reduced sum before the residual add. `numerics`
+    is the rounding mode of the norm after the residual add, and `dtype` is the sum's dtype.
     """
     how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
     if how.obstacle:
@@ -90,7 +90,7 @@ def post_norm(
 
 
 def tensor_obstacle(weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> str:
-    """Returns which tensors the fused call cannot take, equal on all ranks, or ""."""
+    """Returns why the fused call cannot take these tensors, or "". Equal on all ranks."""
     dtype, shape = x.dtype, x.shape
     if dtype not in _DTYPES or residual.dtype != dtype:
         return f"a sum in {dtype} with a residual in {residual.dtype}"

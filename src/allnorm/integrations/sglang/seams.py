@@ -1,8 +1,8 @@
-"""Lists the functions of SGLang that the plugin hooks, and checks that they are as expected.
+"""Lists the SGLang functions that the plugin hooks, and checks that they are as expected.
 
 The hooks replace a gate and the functions that it enables. If only some of the hooks were
-installed, an all-reduce would be lost. They are therefore registered together or not at all, and
-`obstacle` calls each hook with a probe before anything is fused.
+installed, an all-reduce would be lost. The hooks are therefore registered all together or not at
+all, and `obstacle` calls each of them with a probe before anything is fused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 class Probe:
-    """An argument that a hook returns, to show that it is installed."""
+    """An argument that hooks return, which shows that they are installed."""
 
 
 PROBE = Probe()
@@ -32,11 +32,11 @@ PROBE = Probe()
 
 @dataclass(frozen=True)
 class Seam:
-    """A function of SGLang that is hooked.
+    """An SGLang function that is hooked.
 
     Attributes:
         role: the key of the hook in `HOOKS`.
-        targets: dotted paths, one per generation of SGLang; the first that exists is hooked.
+        targets: dotted paths for different SGLang versions; the first that exists is hooked.
         parameters: the first parameters of the function, which the hook relies on. All later
             parameters must have defaults.
     """
@@ -77,7 +77,7 @@ SEAMS = (
     Seam("start", (_RUNNER + "_pre_initialize_flashinfer_allreduce_workspace",), ("self",)),
 )
 
-# Names that are read, not hooked: SGLang's groups, settings and norms.
+# Names that the plugin reads but does not hook: SGLang's groups, settings and layers.
 _READ = (
     "sglang.srt.runtime_context.get_parallel",
     "sglang.srt.runtime_context.get_exec",
@@ -89,7 +89,7 @@ _READ = (
 
 
 def probe() -> dict[str, str]:
-    """Returns the dotted path to hook for each role. Imports the modules of SGLang.
+    """Returns the dotted path to hook for each role. Imports SGLang's modules.
 
     Raises:
         UnsupportedError: a seam is missing or has different parameters; the message names it.
@@ -113,9 +113,9 @@ def probe() -> dict[str, str]:
 
 
 def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
-    """Raises UnsupportedError if an object of SGLang lacks fields; the message names them.
+    """Raises UnsupportedError if one of SGLang's objects lacks fields; the message names them.
 
-    `what` describes the object. Names of fields may be dotted.
+    `what` describes the object. Field names may be dotted.
     """
     missing = [field for field in fields if not _has(thing, field)]
     if missing:
@@ -126,10 +126,10 @@ def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
 def unknown(
     original: Callable[..., Any], known: int, more: tuple[Any, ...], named: Mapping[str, Any]
 ) -> str:
-    """Returns the unknown arguments of a hooked function that are not the defaults, as text; or "".
+    """Returns a list, as text, of unknown arguments that differ from their defaults; or "".
 
-    The hook knows the first `known` parameters of SGLang's own function `original`. `more` are the
-    positional arguments after these, `named` the keyword arguments.
+    The hook knows the first `known` parameters of SGLang's own function `original`. `more` has the
+    positional arguments after these, and `named` has the keyword arguments.
     """
     if not more and not named:
         return ""
@@ -146,7 +146,7 @@ def unknown(
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Returns whether two values are the same object or equal constants; compares no tensors."""
+    """Returns whether two values are the same object or equal constants. Never compares tensors."""
     if value is default:
         return True
     is_constant = isinstance(value, bool | int | float | str | enum.Enum)
@@ -176,7 +176,7 @@ def _takes(signature: inspect.Signature, known: tuple[str, ...]) -> bool:
 def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]) -> list[str]:
     """Registers hooks with SGLang's registry, which applies them later; returns the hooked paths.
 
-    `targets` is the result of `probe`. Both tables have the roles as keys.
+    `targets` is the result of `probe`. Both mappings are keyed by role.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -186,10 +186,11 @@ def register(targets: Mapping[str, str], hooks: Mapping[str, Callable[..., Any]]
 
 
 def obstacle(targets: Mapping[str, str]) -> str:
-    """Returns why the hooks are unreliable: one is not installed or is bypassed; empty if none is.
+    """Returns which hook is not installed, or can be bypassed; empty if all hooks are reliable.
 
-    SGLang's registry also replaces the function in modules that have imported it. A name that the
-    registry missed, or that another plugin restored, would bypass the hook and lose an all-reduce.
+    SGLang's registry also replaces a function in the modules that have imported it. A reference
+    that the registry missed, or that another plugin restored, would bypass the hook and lose an
+    all-reduce.
     """
     for seam in SEAMS:
         target = targets[seam.role]

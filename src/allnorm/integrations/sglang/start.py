@@ -1,7 +1,7 @@
-"""Starts fused calls for a loaded model: agreement, communicator, wiring, log message.
+"""Starts fusing a loaded model's calls: agreement, communicator, wiring, log message.
 
-Collective: every rank of a tensor-parallel group runs this before graphs are captured. If one rank
-fails, no rank changes anything in SGLang.
+Collective: every rank of a tensor-parallel group runs `start` before graphs are captured. If one
+rank fails, no rank changes anything in SGLang.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from allnorm.integrations.sglang.handoff import quant_of
 from allnorm.integrations.sglang.norms import ATTRIBUTE, NormArithmetic, arithmetic, classes
 from allnorm.integrations.sglang.seams import check_fields
 
-# Number of forward passes without a fused call before a warning. torch.compile may trace the first
-# passes, in which no calls are counted.
+# A warning is logged after this many forward passes without a fused call. torch.compile may trace
+# the first passes, and calls are not counted while it traces.
 _PASSES = 8
 
 _decided: list[bool] = []
@@ -29,15 +29,15 @@ _decided: list[bool] = []
 def start(runner: Any) -> None:
     """Decides together with the peers whether a model's calls are fused. Never raises.
 
-    `runner` is SGLang's runner of the loaded model. The first model of a process decides for all
-    its models: a draft model uses the same communicator and is not wired.
+    `runner` is SGLang's runner for the loaded model. The first model in a process decides for all
+    of the process's models: a draft model uses the same communicator and is not wired.
     """
     if _decided:
         return
     _decided.append(True)
     try:
         _start(runner)
-    except Exception as error:  # noqa: BLE001 - SGLang lacks a field: equal on all ranks
+    except Exception as error:  # noqa: BLE001 - SGLang lacks a field, on all ranks
         announcer.warning(f"SGLang runs without fused reductions: {error}")
 
 
@@ -62,7 +62,7 @@ def _start(runner: Any) -> None:
         numerics="unrounded",
         obstacle=reason,
         # FlashInfer's fused kernel also triggers dependent launches early, and the kernels after it
-        # wait as CUDA requires: docs/sglang.md.
+        # wait as CUDA requires (see docs/sglang.md).
         early_trigger=True,
     )
     if outcome.communicator is None:
@@ -70,7 +70,7 @@ def _start(runner: Any) -> None:
             text = f"SGLang runs without fused reductions: {outcome.reason}"
             (announcer.info if found.off else announcer.warning)(text)
         return
-    # Rank 0 logs the messages of all ranks.
+    # Only rank 0 logs messages, on behalf of all ranks.
     say = announcer.warning if group.rank_in_group == 0 else lambda text: None
     fusion = Fusion(outcome.communicator, group.all_reduce, say)
     found.apply()
@@ -81,12 +81,12 @@ def _start(runner: Any) -> None:
 
 @dataclass
 class Found:
-    """Facts about SGLang's run, and changes of its model, which are applied after the ranks agreed.
+    """Facts about SGLang's run, and changes to its model that are applied once the ranks agree.
 
     Attributes:
         facts: the model and its settings.
         off: whether the user switched the fusion off.
-        sites: layers that will leave their sums, with the norms that will complete them.
+        sites: the layers that will return partial sums, with the norms that will complete them.
         norms: every norm and its arithmetic.
     """
 
@@ -123,10 +123,10 @@ class Found:
 
 
 def _count_first_pass(model: Any, fusion: Fusion) -> None:
-    """Makes the model log after its first fused pass how many norms were fused.
+    """Makes the model log how many norms were fused, after its first fused pass.
 
-    The wrapper replaces `model.forward`, because SGLang calls that without the module's hooks. It
-    removes itself.
+    The wrapper replaces `model.forward`, because SGLang calls it directly, which bypasses module
+    hooks. The wrapper removes itself after logging.
     """
     forward = model.forward
     passes = 0

@@ -1,4 +1,4 @@
-"""Fuses reductions in transformers models that are loaded with a tensor-parallel plan.
+"""Fuses the reductions of transformers models that are loaded with a tensor-parallel plan.
 
     from allnorm.integrations import transformers as fused
 
@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 
-# Earlier versions have different classes of tensor-parallel styles.
+# Earlier versions have different classes for tensor-parallel styles.
 MINIMUM_VERSION = (5, 23)
 
-# Restores what `enable` replaced in transformers.
+# Restores the transformers attributes that `enable` replaced.
 _stock = contextlib.ExitStack()
 
 
@@ -50,15 +50,15 @@ def enable(*, algorithm: str = "auto") -> None:
 
     Args:
         algorithm: the algorithm of every call: "auto", "one_shot", "two_shot" or "unfused"; equal
-            on every rank. The bits do not depend on it. Under torch.compile, algorithms other than
-            "auto" cause graph breaks.
+            on every rank. It does not affect the bits of the results. Under torch.compile,
+            algorithms other than "auto" cause graph breaks.
 
     Raises:
-        ValueError: algorithm is not one of these.
+        ValueError: `algorithm` is not one of these names.
         UnsupportedError: transformers is missing or too old.
 
-    Not collective, but loading a model is: it opens one communicator for the group of the plan.
-    Graph-safe: torch.compile compiles a model again after a change.
+    Not collective, but loading a model is: it opens one communicator for the plan's process group.
+    Graph-safe: torch.compile recompiles a model after a change.
     """
     if algorithm not in REQUESTS:
         raise ValueError(f"algorithm={algorithm!r}: expected one of {', '.join(REQUESTS)}.")
@@ -78,17 +78,17 @@ def enable(*, algorithm: str = "auto") -> None:
 
 
 def disable() -> None:
-    """Undoes `enable()`: all models, loaded before or after, run as without allnorm. Idempotent.
+    """Undoes `enable()`: all models, whenever they were loaded, run without allnorm. Idempotent.
 
-    Not collective; every rank calls it between the same two forward passes. torch.compile compiles
-    a model again. CUDA graphs that the caller captured do not change.
+    Not collective; every rank must call it between the same two forward passes. torch.compile then
+    recompiles the models. CUDA graphs that the caller captured do not change.
     """
     SWITCH.enabled = False
     _stock.close()
 
 
 def is_enabled() -> bool:
-    """Returns whether models fuse reductions now."""
+    """Returns whether models currently fuse their reductions."""
     return SWITCH.enabled
 
 

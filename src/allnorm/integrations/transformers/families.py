@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of the norms of a decoder layer, "" for absent ones.
+    """The names of a decoder layer's norms; "" for a norm that the layer does not have.
 
     Attributes:
         attention_post: the norm of the attention's output, before the residual is added.
-        attention_norm: the norm of the sum of the attention's output and the residual.
+        attention_norm: the norm after the attention's output is added to the residual.
         mlp_post: the norm of the MLP's output, before the residual is added.
-        next_norm: the norm of the sum of the MLP's output and the residual, in the next layer.
-        final: whether the model's final norm directly reads the sum of the last layer.
+        next_norm: the norm after the MLP's output is added to the residual; in the next layer.
+        final: whether the model's final norm directly reads the last layer's sum.
     """
 
     attention_post: str = ""
@@ -36,14 +36,15 @@ _GEMMA4 = replace(SANDWICH, next_norm="", final=False)
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers.
+    """One of transformers' model architectures.
 
     Attributes:
         package: its package in transformers.models.
         model: the class that owns `layers` and `norm`.
         numerics: the rounding mode of its norms.
         weight_bias: 1.0 if its norms multiply by 1 + weight.
-        is_scaled: whether its layers multiply a sum by a number before they add it.
+        layout: the names of its layers' norms.
+        is_scaled: whether its layers multiply a sum by a number before they add the residual.
     """
 
     package: str
@@ -66,12 +67,12 @@ FAMILIES = (
     Family("qwen3", "Qwen3Model"),
     Family("qwen3_moe", "Qwen3MoeModel"),
     Family("mixtral", "MixtralModel"),
-    # These scale the sum that is added to the residual.
+    # These models scale the sum before they add it to the residual.
     Family("granite", "GraniteModel", is_scaled=True),
     Family("minicpm3", "MiniCPM3Model", is_scaled=True),
     Family("glm4", "Glm4Model", layout=_GLM4),
     Family("exaone4", "Exaone4Model", layout=POST_NORM),
-    # The norms of these multiply in float32 and round once.
+    # The norms of these models multiply in float32 and round once.
     Family("gpt_oss", "GptOssModel", numerics="rounded"),
     Family("olmo2", "Olmo2Model", numerics="rounded", layout=POST_NORM),
     Family("olmo3", "Olmo3Model", numerics="rounded", layout=POST_NORM),
@@ -82,8 +83,8 @@ FAMILIES = (
     Family("gemma4", "Gemma4TextModel", numerics="rounded", layout=_GEMMA4),
 )
 
-# A tensor-parallel plan for GPT-OSS, for which transformers has only expert parallelism. It shards
-# the attention. The experts stay whole on every rank unless `ep_size` shards them.
+# A tensor-parallel plan for GPT-OSS; transformers itself has only an expert-parallel one. This plan
+# shards the attention. Every rank keeps all experts unless `ep_size` shards them.
 GPT_OSS_TP_PLAN = {
     "model.layers.*.self_attn": "local_params",
     "model.layers.*.self_attn.sinks": "colwise",

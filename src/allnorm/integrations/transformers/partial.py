@@ -1,7 +1,7 @@
 """A partial sum that a row-parallel module returns instead of a reduced tensor.
 
-Norming or scaling it is deferred. Adding it to the residual makes the fused call. Every other use
-reduces it first, so that no code can read a partial sum.
+Norming or scaling it is deferred. Adding it to the residual makes the fused call. Any other use
+reduces it first, so no code can read a partial sum by mistake.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from allnorm.integrations.transformers.sites import Norm, Site
 
-# Factors are rounded to float32, so larger ones would overflow.
+# Factors are rounded to float32, so larger factors would overflow.
 _MAX_SCALE = torch.finfo(torch.float32).max
 _ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, operator.add)
 
@@ -22,19 +22,19 @@ _ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__
 class PartialSum:
     """This rank's partial of a sum over ranks, and the site that reduces it.
 
-    It is not a tensor. Torch functions call its `__torch_function__`, other code its operators and
-    attributes. All of them reduce it, with these exceptions:
+    It is not a tensor. Torch functions call its `__torch_function__`; other code calls its
+    operators and attributes. All of these reduce it, with the following exceptions:
 
-    - `residual + partial` makes the fused call of its site.
-    - Multiplication by a number, and the post norm of its site, return a PartialSum.
+    - `residual + partial` makes its site's fused call.
+    - Multiplication by a number, and its site's post norm, return a PartialSum.
     - `reshape`, `view`, and `to` its own dtype return a PartialSum.
     - Its shape, dtype and device are those of the reduced tensor.
 
     Args:
         value: [..., hidden_size], this rank's partial.
-        site: the site that it comes from.
-        is_normed: whether the post norm of its site will be applied to the sum.
-        scale: the factor that will then be applied.
+        site: the site that the partial comes from.
+        is_normed: whether the site's post norm will be applied to the sum.
+        scale: the factor by which the result will then be multiplied.
     """
 
     def __init__(
@@ -62,7 +62,10 @@ class PartialSum:
         return self.value.device
 
     def reduced(self) -> torch.Tensor:
-        """Returns the sum over all ranks with its deferred norm and scale. Collective, once."""
+        """Returns the sum over all ranks, normed and scaled if that was deferred.
+
+        The first call is collective; later calls return the same tensor.
+        """
         if self._reduced is None:
             make = self.site.normed if self.is_normed else self.site.reduce
             if torch.is_grad_enabled():  # the reducing module ran without gradients
@@ -74,20 +77,20 @@ class PartialSum:
         return self._reduced
 
     def can_norm(self, norm: Norm) -> bool:
-        """Returns whether this norm is the post norm of its site and can be deferred."""
+        """Returns whether `norm` is the site's post norm and can be deferred."""
         if torch.is_grad_enabled() or self._reduced is not None:
             return False
         is_changed = self.is_normed or self.scale != 1.0
         return not is_changed and self.site.post is norm and not norm.obstacle(self.value)
 
     def normed(self) -> PartialSum:
-        """Returns the sum with its post norm, deferred."""
+        """Returns the sum with its post norm; both are deferred."""
         return PartialSum(self.value, self.site, is_normed=True)
 
     def add_to(self, residual: torch.Tensor) -> torch.Tensor:
-        """Returns `residual` plus the sum over all ranks, if possible fused. Collective.
+        """Returns `residual` plus the sum over all ranks, fused if possible. Collective.
 
-        The fused call also stores the normed rows at the norm.
+        The fused call also saves the normed rows on the norm module.
         """
         change = (self.is_normed, self.scale)
         may_fuse = self._reduced is None and not torch.is_grad_enabled()
@@ -96,7 +99,7 @@ class PartialSum:
         return residual + self.reduced()
 
     def scaled(self, factor: Any) -> Any:
-        """Returns the sum times `factor`; deferred if that is a number and its site scales."""
+        """Returns the sum times `factor`; deferred if that is a number and the site can scale."""
         is_number = isinstance(factor, int | float) and abs(factor) <= _MAX_SCALE
         can_wait = self.site.is_scaled or self.is_normed
         if self._reduced is None and self.scale == 1.0 and is_number and can_wait:
@@ -171,7 +174,7 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
-# Python looks these up on the class, without __getattr__.
+# Python looks up these methods on the class, without calling __getattr__.
 for _name in (
     *("__getitem__", "__setitem__", "__len__", "__iter__", "__bool__", "__float__", "__int__"),
     *("__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__pow__"),

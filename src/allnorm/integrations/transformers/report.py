@@ -1,4 +1,4 @@
-"""Reports which reductions of a model are fused, and why the rest are not."""
+"""Reports which of a model's reductions are fused, and why the others are not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SiteReport:
         name: the name of the module that reduces.
         reason: why it is not fused; "" if it is.
         calls: number of fused calls outside compiled graphs whose norm was used.
-        unfused_calls: number of other reductions outside compiled graphs. For example, a hook
-            needed the sum, or could have changed the residual before the norm.
+        unfused_calls: number of all other calls outside compiled graphs: for example, calls in
+            which a hook needed the sum, or could have changed the residual before the norm.
     """
 
     name: str
@@ -34,18 +34,18 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The sites of a model, in the order in which they run."""
+    """A model's sites, in the order in which they run."""
 
     sites: tuple[SiteReport, ...]
 
     @property
     def fused(self) -> tuple[SiteReport, ...]:
-        """The sites that make the fused call in inference."""
+        """The sites that make fused calls in inference."""
         return tuple(site for site in self.sites if not site.reason)
 
     @property
     def missed(self) -> tuple[SiteReport, ...]:
-        """The sites that run as without allnorm; each has a `reason`."""
+        """The sites that run as they do without allnorm; each has a `reason`."""
         return tuple(site for site in self.sites if site.reason)
 
     def __str__(self) -> str:
@@ -62,10 +62,10 @@ class Report:
 
 
 def report(model: torch.nn.Module) -> Report:
-    """Reports which reductions of a loaded model are fused. Not collective.
+    """Reports which of a loaded model's reductions are fused. Not collective.
 
     Raises:
-        UnsupportedError: the model has no fusable site; the message has the possible reasons.
+        UnsupportedError: the model has no fusable site; the message lists possible reasons.
     """
     sites: list[Site] = []
     missed: list[SiteReport] = []
