@@ -1,4 +1,4 @@
-"""Graphs for the tests of the graph pass, and checks of fused graphs."""
+"""Helpers for the graph pass tests: graphs to fuse, and checks of fused graphs."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ FP8 = torch.float8_e4m3fn
 
 
 def reduce(x: Any, op: str = "sum", group: str = "0") -> Any:
-    """Runs a functional all-reduce and waits for it; traceable by torch.fx."""
+    """Runs a functional all-reduce and waits for it; torch.fx can trace it."""
     reduced = torch.ops._c10d_functional.all_reduce.default(x, op, group)
     return torch.ops._c10d_functional.wait_tensor.default(reduced)
 
 
 def rstd(z: Any, eps: float = EPS) -> Any:
-    """Returns 1/rms of the rows of a float32 tensor."""
+    """Returns 1/rms of each row of a float32 tensor."""
     return torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def llama(x: Any, weight: Any, eps: float = EPS) -> Any:
-    """Norms as in transformers: rounds before the weight."""
+    """Computes the RMSNorm of transformers: rounds before multiplying by the weight."""
     z = x.to(torch.float32)
     return weight * (z * rstd(z, eps)).to(torch.bfloat16)
 
 
 def gemma(x: Any, weight: Any) -> Any:
-    """Norms as Gemma in transformers: multiplies by `1 + weight` in float32."""
+    """Computes Gemma's RMSNorm in transformers: multiplies by `1 + weight` in float32."""
     z = x.float()
     return (z * rstd(z) * (1.0 + weight.float())).type_as(x)
 
 
 def rms_norm(x: Any, weight: Any, eps: float | None = EPS) -> Any:
-    """Norms by PyTorch's function."""
+    """Computes an RMSNorm with PyTorch's function."""
     return F.rms_norm(x, (HIDDEN,), weight, eps)
 
 
@@ -56,7 +56,7 @@ def cast(quotient: Any) -> Any:
 
 
 def plain(x: Any, residual: Any, w: Any) -> Any:
-    """Computes a reduction, a residual add and a norm: the simplest graph that is fused."""
+    """Computes a reduction, a residual add and a norm: the simplest graph that can be fused."""
     return llama(reduce(x) + residual, w)
 
 
@@ -67,9 +67,9 @@ def added(x: Any, residual: Any) -> Any:
 def summed(
     norm: Callable[[Any, Any], Any], add: Callable[[Any, Any], Any] = added
 ) -> Callable[..., Any]:
-    """Returns a graph that computes `norm(total, weight)` of the total `add(x, residual)`.
+    """Returns a graph that returns `norm(total, weight)` and `total`.
 
-    It returns the normed tensor and the total.
+    The total is `add(x, residual)`.
     """
 
     def graph(x: Any, residual: Any, w: Any) -> Any:
@@ -80,9 +80,9 @@ def summed(
 
 
 def made_by_hand(all_reduce: Callable[..., Any], *more: str) -> GraphModule:
-    """Returns a graph that norms `all_reduce(graph, x, ...)` plus the residual.
+    """Builds a graph by hand that norms `all_reduce(graph, x, ...)` plus the residual.
 
-    Its inputs are x, residual, w and `more`, which `all_reduce` receives after x.
+    The graph's inputs are x, residual, w and `more`; `all_reduce` receives `more` after x.
     """
     graph = Graph()
     x, residual, w, *others = (graph.placeholder(name) for name in ("x", "residual", "w", *more))
@@ -92,7 +92,7 @@ def made_by_hand(all_reduce: Callable[..., Any], *more: str) -> GraphModule:
 
 
 def table(expected: Any, *functions: Any, **named: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns a table by function name: each function with the same expected outcome."""
+    """Returns a dict that maps each function's name to the function and the expected outcome."""
     return {
         name: (fn, expected) for name, fn in ({f.__name__: f for f in functions} | named).items()
     }
@@ -100,7 +100,7 @@ def table(expected: Any, *functions: Any, **named: Any) -> dict[str, tuple[Any, 
 
 @dataclasses.dataclass
 class Inputs:
-    """Arguments of a graph: a partial sum per rank; residual and weight are equal on all ranks."""
+    """A graph's arguments: partial sums that differ per rank, a common residual and weight."""
 
     dtype: torch.dtype = torch.bfloat16
     weight_dtype: torch.dtype | None = None
@@ -115,7 +115,7 @@ class Inputs:
 
 
 def nodes_calling(module: GraphModule, *names: str) -> list[str]:
-    """Returns the names of the nodes whose target contains one of these names."""
+    """Returns the nodes whose target contains one of these names."""
     return [n.name for n in module.graph.nodes if any(name in str(n.target) for name in names)]
 
 
@@ -126,8 +126,8 @@ def fused_calls(module: GraphModule) -> list[str]:
 def assert_close_norm(actual: Tensor, expected: Tensor, what: str) -> None:
     """Compares norms whose mean squares were summed in different orders.
 
-    The order may change one ulp of a float32 result, and rarely one or two of a 16-bit result. A
-    wrong rounding mode changes more than a tenth of a 16-bit result's elements.
+    The order can change a float32 result by one ulp, and rarely a 16-bit result by one or two. A
+    wrong rounding mode changes more than a tenth of the elements of a 16-bit result.
     """
     if actual.dtype == torch.float32:
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-6)
@@ -138,9 +138,10 @@ def assert_close_norm(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_close_sandwich(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Compares results after a post norm, of which a few elements may differ slightly.
+    """Compares results computed with a post norm; a few elements may differ slightly.
 
-    Where residual and normed tensor cancel, the difference is more than an ulp of their sum.
+    Where the residual and the normed tensor nearly cancel, the difference can exceed one ulp of
+    their sum.
     """
     assert actual.dtype == expected.dtype, what
     if actual.dtype == torch.float32:
@@ -163,10 +164,10 @@ def check_fused(
 
     Args:
         module: the graph.
-        inputs: the graph's arguments; compared afterwards, because the graph may write them.
+        inputs: the graph's arguments; compared afterwards too, because the graph may write them.
         numerics: the rounding mode of each site, in order.
-        norms: number of leading results that are normed; the others must be bit-identical.
-        close: the comparison of the normed results.
+        norms: how many of the first results are normed; the others must be bit-identical.
+        close: compares the normed results.
         arguments: keyword arguments of `fuse`.
     """
     expected_inputs, actual_inputs = ([t.clone() for t in inputs] for _ in range(2))
@@ -229,7 +230,7 @@ def captured(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
 
 
 def run_programs(rank: int, world_size: int, module: str, seeds: range) -> list[str]:
-    """Runs in ranks: compares random programs of a test module; returns the reports."""
+    """Compares random programs of a test module; returns the reports. Runs on each rank."""
     one = importlib.import_module(module).one
     return [str(report) for seed in seeds for report in one(rank, seed) or ()]
 
@@ -237,9 +238,10 @@ def run_programs(rank: int, world_size: int, module: str, seeds: range) -> list[
 def check_programs(
     pool: RankPool, module: str, seeds: range, *, fused: int, missed: int = -1
 ) -> str:
-    """Compares random programs; returns their reports, which must be equal on all ranks.
+    """Runs and compares random programs on all ranks; returns their reports.
 
-    More than `fused` sites must be fused, and more than `missed` sites missed.
+    The reports must be equal on all ranks. They must show more than `fused` fused sites and more
+    than `missed` missed sites.
     """
     first, *others = pool.run(run_programs, module, seeds)
     assert all(reports == first for reports in others), "the ranks fuse differently"

@@ -1,4 +1,4 @@
-"""Tests the quantizations of common kernels: fused only if allowed, with bounded differences."""
+"""Tests common kernels' quantizations: fused only if allowed, with bounded differences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .helpers import (
 )
 
 LEAST_SCALE = 1 / (448.0 * 512.0)
-# 41 * fl(1/41) is not 1: multiplying by the reciprocal misses ties that dividing hits.
+# 41 * fl(1/41) is not 1: some quotients are ties where products with the reciprocal are not.
 STATIC = 41 / 2048
 
 
@@ -50,7 +50,7 @@ def static_by_one_over_the_scale(y, scale):
 
 
 def by_token(scale_of, quotient=lambda y, scale: y.float() * scale.reciprocal(), store=cast):
-    """Returns a quantization by token whose scale is `scale_of(amax)` of each row."""
+    """Returns a per-token quantization; each row's scale is `scale_of(amax)`."""
 
     def quantize(y, _):
         scale = scale_of(over_rows(y))
@@ -120,7 +120,7 @@ LEFT = {
 
 
 def block(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Computes a reduction, a norm and its quantization; also returns the normed tensor."""
+    """Returns a graph that reduces, norms and quantizes; it also returns the normed tensor."""
 
     def run(x, residual, w, scale):
         total = reduce(x) + residual
@@ -131,7 +131,7 @@ def block(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arguments(rank: int, scale_shape: tuple[int, ...] = (1,)) -> list[Tensor]:
-    """Returns rows of many magnitudes, one of them zero: eps makes some normed rows small."""
+    """Returns the graph's inputs: rows of many magnitudes, so that eps makes some results small."""
     x, residual, w = Inputs(torch.float16).make(rank)
     sizes = torch.exp2(-torch.arange(24.0)).unsqueeze(-1)
     sizes[-1] = 0
@@ -140,7 +140,7 @@ def arguments(rank: int, scale_shape: tuple[int, ...] = (1,)) -> list[Tensor]:
 
 
 def fused(form: Callable[..., Any], inputs: list[Tensor], quant: str | None) -> Any:
-    """Returns the fused graph, after a check of its report."""
+    """Returns the fused graph after checking its report."""
     graph = symbolic_trace(block(form))
     report = fuse(graph, inputs, comm(), approximate_quant=True)
     graph.graph.lint()
@@ -184,7 +184,7 @@ def test_taken(rank: int, world_size: int, name: str) -> None:
         assert 0 < int(large.sum()) < large.numel(), "small rows or large rows are missing"
         assert_same_bits(scale.flatten()[large], written_scale.flatten()[large], "large scales")
         assert bool((scale.flatten() <= written_scale.flatten()).all())
-    # With the same scale the bytes are those of the quotient or of an adjacent float32 number.
+    # With the same scale, each byte is the quotient or an adjacent float32 number, cast to FP8.
     column = scale.reshape(-1, 1) if quant != "per_tensor" else scale.reshape(1, 1)
     quotient = rows / column
     infinity = torch.tensor(torch.inf)
@@ -222,7 +222,7 @@ def test_left(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(1,))
 def test_static_shapes(rank: int, world_size: int) -> None:
-    """Tests static scales of several shapes, and one that two sites share."""
+    """Tests static scales of different shapes, and one scale that two sites share."""
     want = None
     for shape in ((1,), (), (1, 1)):
         inputs = arguments(rank, shape)
@@ -247,7 +247,7 @@ def test_static_shapes(rank: int, world_size: int) -> None:
 
 @on(cpu=(1,))
 def test_dynamo(rank: int, world_size: int) -> None:
-    """Tests graphs of Dynamo with a symbolic number of tokens."""
+    """Tests graphs captured by Dynamo with a symbolic number of tokens."""
     inputs = arguments(rank)
     for tensor in inputs[:2]:
         torch._dynamo.mark_dynamic(tensor, 0)

@@ -1,4 +1,4 @@
-"""Tests vLLM's operators that quantize to MXFP8 and NVFP4: fused and bit-identical."""
+"""Tests that vLLM's MXFP8 and NVFP4 quantization operators fuse with bit-identical results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ for _space, _schema, _run, _fake in (
 def stored(
     y: Any, given: Any, swizzled: bool = True, padding: int = 0, transposed: bool = False
 ) -> Any:
-    """Calls the operator in its functional wrapper, as in vLLM."""
+    """Calls the operator in its functional wrapper, as vLLM does."""
     scale = scale_of(y, swizzled, padding)
     _, output, scale = auto_functionalized(
         torch.ops._C.scaled_fp4_quant.out,
@@ -105,7 +105,7 @@ def stored(
 
 
 def wrapped(y: Any, given: Any, **views: Any) -> Any:
-    """Calls the operator in `auto_functionalized_v2`, Inductor's default, with the rows last."""
+    """Calls the operator in Inductor's default wrapper, `auto_functionalized_v2`."""
     _, scale, output = auto_functionalized_v2(
         torch.ops._C.scaled_fp4_quant.out,
         input=y,
@@ -120,9 +120,10 @@ def wrapped(y: Any, given: Any, **views: Any) -> Any:
 
 
 def quantizing(quantize):
-    """Returns a layer that quantizes the normed tensor by `quantize(y, given)`, with the sum last.
+    """Returns a layer that quantizes the normed tensor with `quantize(y, given)`.
 
-    Layers are functions of (x, residual, weight, given), where `given` is the global scale.
+    A layer is a function of (x, residual, weight, given), where `given` is the global scale. Its
+    last result is the sum.
     """
 
     def layer(x, residual, w, given):
@@ -176,7 +177,7 @@ LAYERS = {
     ),
     **table("mxfp8", mx_with_the_16_bit_rows, mx_in_tiles=quantizing(mx_in_tiles)),
 }
-# Layers whose quantization stays in the graph after the fused 16-bit call, by the reason.
+# Maps a reason to a layer whose quantization stays in the graph, after the fused 16-bit call.
 UNFUSED_LAYERS = {
     "it changes only a part of a tensor": quantizing(stored_in_a_part),
     "padded to 264 elements from 256": quantizing(functools.partial(stored, padding=8)),
@@ -196,7 +197,7 @@ def inputs_of(rank: int, tokens: int = 24) -> list[torch.Tensor]:
 
 
 def traced(function: Any, inputs: list[torch.Tensor], dynamic: bool) -> Any:
-    """Returns the graph of a layer; with `dynamic`, for any number of tokens."""
+    """Returns a layer's graph; with `dynamic`, the graph is for any number of tokens."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     kinds = [DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC, DimDynamic.STATIC]
     fakes = [
@@ -236,7 +237,7 @@ def test_operators_that_quantize_blocks(
 
 
 def check(module: Any, function: Any, rank: int, world_size: int, tokens: int, quant: str) -> None:
-    """Compares the bytes with the reference, and shapes and dtypes with the unfused layer."""
+    """Compares bytes with the reference, and shapes and dtypes with those of the unfused layer."""
     inputs = inputs_of(rank, tokens)
     results, like = module(*inputs), function(*inputs)
     given = inputs[3]

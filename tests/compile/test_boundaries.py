@@ -168,7 +168,7 @@ def layers_without_second_norms(x, r, w):
 
 
 def sum_changed_by_a_buffer(x, r, w):
-    """Multiplies the sum by a tensor, as layers of Gemma 4 do."""
+    """Multiplies the sum by a tensor, as Gemma 4's layers do."""
     total = r + gemma(reduce(x), w)
     total *= w[:1]
     return gemma(total, w)
@@ -236,7 +236,7 @@ def test_boundary(rank: int, world_size: int, name: str) -> None:
     expected.check(fn, rank)
 
 
-# ---- graphs of which a part is fused ------------------------------------------------------------
+# ---- graphs that are fused in part --------------------------------------------------------------
 
 
 def post_norm_is_returned(x, r, w):
@@ -258,7 +258,7 @@ def residual_from_a_later_reduction(x, r, w):
 
 
 ROUNDS_FIRST = "one of its norms rounds before the weight"
-# By name: the graph, and the expected rounding mode, boundary and note of its site.
+# Maps a name to a graph, and to the expected rounding mode, boundary and note of its site.
 NEARLY = {
     # The graph keeps the multiplication by the second weight.
     "second_norm_rounds_first": (sandwich(gemma, llama), ("rounded", "post norm", ROUNDS_FIRST)),
@@ -304,7 +304,7 @@ def test_nearly(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(2,))
 def test_two_branches(rank: int, world_size: int) -> None:
-    """Tests a sum of two post norms, as Gemma 4 has for MLP and experts."""
+    """Tests a sum of two post norms, as in Gemma 4, which adds those of its MLP and its experts."""
 
     def block(x, residual, w):
         normed = gemma(reduce(x), w) + gemma(reduce(x * 2), w * 0.5)

@@ -1,6 +1,6 @@
-"""Tests that the pass tracks contents: shapes of results, parts of tensors, weights, cache keys.
+"""Tests that the pass tracks tensor contents: result shapes, slices, weights, cache keys.
 
-Each case once gave wrong results or an unexpected error.
+Each case is a former bug: a wrong result or an unexpected error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def embedding_used_inside(x, r, w):
 
 
 def scaled_in_two_shapes(x, r, w):
-    """Computes one value twice: both are results of the same call."""
+    """Returns the same values in two shapes: both are results of one call."""
     reduced = reduce(x)
     flat, total = reduced * 2.0, reduced.view(2, -1, HIDDEN) * 2.0
     return rms_norm(total, w), total, flat
@@ -110,7 +110,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 def reduces(part: Callable[[Any], Any]) -> Any:
-    """Returns a function that sums a part of a tensor in place, then adds and norms all of it."""
+    """Returns a graph that reduces a part of a tensor in place, then adds and norms all of it."""
 
     def fn(x, r, w):
         mine = x * 1
@@ -123,7 +123,7 @@ def reduces(part: Callable[[Any], Any]) -> Any:
 
 @on(cpu=(2,))
 def test_sums_stored_in_a_different_tensor(rank: int, world_size: int) -> None:
-    """Tests an operator that stores the sum in its second tensor."""
+    """Tests a reduction operator that stores its result in its second argument."""
 
     def fn(x, r, w):
         out = torch.empty_like(x)
@@ -166,7 +166,7 @@ def test_reductions_of_a_part_of_a_tensor(rank: int, world_size: int, name: str,
 
 @on(cpu=(2,))
 def test_x_as_its_own_residual(rank: int, world_size: int) -> None:
-    """Tests x as its own residual, in the shape of the reduced tensor: that is not a cycle."""
+    """Tests x as its own residual: viewing x in the reduced tensor's shape makes no cycle."""
 
     def fn(x, w):
         reduced = reduce(x).flatten(0, -2)
@@ -184,7 +184,7 @@ def test_x_as_its_own_residual(rank: int, world_size: int) -> None:
 
 
 class OwnParameter(torch.nn.Parameter):
-    """A subclass of Parameter without special behavior, as in vLLM."""
+    """A Parameter subclass without special behavior, as in vLLM."""
 
 
 @on(cpu=(2,))
@@ -214,7 +214,7 @@ def test_weights(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_strided_parameter(rank: int, world_size: int) -> None:
-    """Tests a strided parameter of a module that the graph calls."""
+    """Tests a module call whose module has a strided parameter."""
     norm = torch.nn.RMSNorm(HIDDEN, EPS, dtype=bf16).requires_grad_(False)
     norm.weight = torch.nn.Parameter(torch.ones(HIDDEN, 2, dtype=bf16)[:, 0], requires_grad=False)
     graph = torch.fx.Graph()

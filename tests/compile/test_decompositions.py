@@ -1,4 +1,4 @@
-"""Tests custom operators of a framework, which are fused by their decompositions."""
+"""Tests a framework's custom operators, which the pass fuses through their decompositions."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ TABLE = {
 def fuse_and_run(
     rank: int, function: Any, tokens: int = TOKENS, **arguments: Any
 ) -> tuple[GraphModule, FusionReport, list[Any], list[Any]]:
-    """Returns the fused graph of a function, its report, its results, and the unfused results."""
+    """Fuses a function's graph; returns it, the report, its results and the unfused results."""
     inputs = Inputs(shape=(tokens, HIDDEN)).make(rank)
     module = make_fx(function, tracing_mode="fake")(*inputs)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_norms_of_a_framework(rank: int, world_size: int, name: str) -> None:
     assert [site.numerics for site in report.sites] == numerics, str(report)
     assert not nodes_calling(module, "framework")
     assert len(fused_calls(module)) == len(numerics)
-    if function is two_layers:  # the inputs of the second layer differ slightly
+    if function is two_layers:  # the second layer's inputs differ slightly
         torch.testing.assert_close(actual[0].float(), expected[0].float(), rtol=0.05, atol=0.05)
         return
     assert_close_norm(actual[0], expected[0], name)

@@ -1,4 +1,4 @@
-"""Tests tensors that are added before or after a reduction: LoRA, shared experts, biases."""
+"""Tests tensors added before or after a reduction: LoRA, shared experts, biases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FUSED_CALL = "allnorm.all_reduce_add_rms_norm.default"
 
 
 def norming(add):
-    """Returns a graph that norms `add(x, residual, w, d, delta)`; delta is computed as by LoRA."""
+    """Returns a graph that norms `add(x, residual, w, d, delta)`; delta is a LoRA correction."""
 
     def graph(x, r, w, d, down, up):
         total = add(x, r, w, d, (d @ down) @ up)
@@ -61,8 +61,8 @@ def norm_of_the_sum_without_the_delta_is_not_used(x, r, w, d, down, up):
     return (h + d,)
 
 
-# By name: a function of (x, residual, weight, d, down, up); the boundary or the reason of each
-# reduction, and the operators of allnorm in the fused graph.
+# Maps a name to a function of (x, residual, weight, d, down, up), the boundary or reason of each
+# reduction, and the allnorm operators in the fused graph.
 CASES = {
     **table(
         ([FUSED], [FUSED_CALL]),

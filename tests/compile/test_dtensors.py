@@ -1,4 +1,4 @@
-"""Tests graphs whose weights are DTensors: fused if the graph uses whole, plain tensors."""
+"""Tests that graphs with DTensor weights fuse only if they use whole, plain tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_weights(rank: int, world_size: int, how: str, in_place: bool) -> None:
             check_fused(module, [x, residual], ROW[how], communicator=comm())
             continue
         if ROW[how] is not None:
-            continue  # the unfused graph fails too: the shard of a weight has the wrong size
+            continue  # the unfused graph fails too: a weight's shard has the wrong size
         remedy = "to_local" if is_whole else "full_tensor"
         reason = rf"weight, a DTensor with placements .*weight\.{remedy}\(\)"
         check_missed(module, [x, residual], reason, communicator=comm())
@@ -86,7 +86,7 @@ class Calls(torch.nn.Module):
 
 @on(cpu=(2,))
 def test_gathered_weights(rank: int, world_size: int) -> None:
-    """Tests a graph that is fused while FSDP has gathered its weights, and that gathers to run."""
+    """Tests a graph that is fused while its FSDP weights are gathered, and gathers them to run."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
     block = Block(weight, "module", in_place=False)
@@ -108,7 +108,7 @@ def test_gathered_weights(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_partials(rank: int, world_size: int) -> None:
-    """Tests that a reduced tensor or a residual must not be a DTensor."""
+    """Tests that nothing fuses if the reduced tensor or the residual is a DTensor."""
     x, residual, weight = Inputs().make(rank)
     mesh = init_device_mesh("cpu", (world_size,))
     module = symbolic_trace(Block(weight, "module", in_place=False))

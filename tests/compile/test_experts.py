@@ -1,4 +1,4 @@
-"""Tests sums over a token's experts before a reduction, fused (step 0 of numerics) or not."""
+"""Tests sums over a token's experts before a reduction, which fuse only in step 0's order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _library.define("moe_sum(Tensor rows, Tensor weights) -> Tensor")
 
 
 def in_order(rows: Any, weights: Any, shared: Any = None) -> Any:
-    """Sums over experts as step 0 of the numerics page; returns the dtype of the rows."""
+    """Sums over experts as in step 0 of the numerics page; the sum has the dtype of the rows."""
     total = torch.zeros_like(rows[:, 0], dtype=torch.float32)
     for choice in range(rows.shape[1]):
         total = total + rows[:, choice].float() * weights.unsqueeze(-1)[:, choice]
@@ -56,7 +56,7 @@ def traced(fn: Callable[..., Any], top_k: int) -> GraphModule:
 
 
 def chain(rows, weights, order, start=None):
-    """Adds the weighted rows in the given order, in float32."""
+    """Adds the weighted rows in float32, in the given order."""
     total = torch.zeros_like(rows[:, 0], dtype=torch.float32) if start is None else start
     for choice in order:
         total = total + rows[:, choice].float() * weights.unsqueeze(-1)[:, choice]
@@ -64,7 +64,7 @@ def chain(rows, weights, order, start=None):
 
 
 def weighted(rows, weights):
-    """Adds the weighted rows in PyTorch's order, in float32."""
+    """Adds the weighted rows in float32, in PyTorch's order."""
     return (rows.float() * weights[..., None]).sum(1)
 
 
@@ -83,7 +83,7 @@ def four_in_order_without_weights(rows, weights, shared, top_k):
     return total.to(bf16)
 
 
-# By name: a function of (rows, weights, shared, top_k); top_k and the dtype.
+# Maps a name to a function of (rows, weights, shared, top_k), and to top_k and the dtype.
 SUMS = {
     **table((3, bf16), three_products_in_order),
     **table((4, bf16), four_in_order_without_weights),
@@ -113,7 +113,7 @@ SUMS = {
         two_and_a_shared_expert=lambda rows, weights, shared, k: (
             shared + weighted(rows, weights)
         ).to(bf16),
-        # The rounded weighted rows are the rows of the call.
+        # The fused call receives the rounded weighted rows.
         weighted_already=lambda rows, weights, shared, k: (
             rows * weights.to(bf16).unsqueeze(-1)
         ).sum(1),
@@ -145,7 +145,7 @@ def weights_of_a_different_choice(rows, weights, shared, top_k):
     return total.to(bf16)
 
 
-# Functions whose sum over experts is not fused, by top_k and the reason.
+# Functions whose sum over experts is not fused, keyed by top_k and the reason.
 NEARLY = {
     (8, "PyTorch adds 8 rows in an unspecified order"): lambda rows, weights, shared, k: weighted(
         rows, weights
@@ -191,7 +191,7 @@ def test_nearly(rank: int, world_size: int, top_k: int, reason: str) -> None:
 
 @on(cpu=(2,))
 def test_other_readers(rank: int, world_size: int) -> None:
-    """Tests sums with other readers, in three dimensions, and without zeros at the start."""
+    """Tests sums that are read elsewhere too, have three dimensions, or start without zeros."""
 
     def needed(rows, weights, shared, residual, weight):
         x = (rows.float() * weights[..., None]).sum(1).to(bf16)
@@ -221,7 +221,7 @@ def test_other_readers(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_operator_of_the_caller(rank: int, world_size: int) -> None:
-    """Tests a custom operator that is decomposed to a sum in order, with a post norm after it."""
+    """Tests a custom operator that decomposes to a sum in order, with a post norm after it."""
 
     def block(rows, weights, shared, residual, weight):
         x = torch.ops.mylib_experts.moe_sum(rows, weights)

@@ -1,4 +1,4 @@
-"""Tests exported programs: `module()` with and without guards, structures of results, writes."""
+"""Tests exported programs: `module()` with and without guards, nested results, writes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Model(torch.nn.Module):
     """A site in a model that also writes buffers.
 
     Args:
-        structure: makes the result from the norm and the sum.
-        writes: "steps": increments a buffer, and reduces in place; "cache": stores a part of the
-            norm in a buffer; "weight": changes the weight after its use.
+        structure: makes the result from the normed tensor and the sum.
+        writes: "steps" increments a buffer and reduces in place; "cache" stores a part of the
+            normed tensor in a buffer; "weight" changes the weight after its use.
     """
 
     def __init__(self, structure: Callable[[Any, Any], Any], writes: str = "steps") -> None:
@@ -106,7 +106,7 @@ def test_saved_programs(rank: int, world_size: int) -> None:
     x, r, _ = Inputs().make(rank)
     structures = {
         **{name: STRUCTURES[name] for name in ("tuple", "nested")},
-        # Several results are one node of the fused graph.
+        # Multiple results come from a single node of the fused graph.
         "views": lambda y, h: (h.detach(), y.view(y.shape), h, y, h.view(h.shape), h, y.detach()),
         "only views": lambda y, h: (h.detach(), h.view(h.shape), y.detach()),
         "computed again": lambda y, h: (y, h, h * 1, h.clone(), h + 0),

@@ -1,4 +1,4 @@
-"""Tests graphs that the pass once fused wrongly: fused correctly, or refused with a reason."""
+"""Tests that graphs the pass once fused wrongly now fuse correctly or are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FUNCTIONAL = torch.ops._c10d_functional
 
 @on(cpu=(2,))
 def test_bias_before_the_residual(rank: int, world_size: int) -> None:
-    """Tests a bias: after the reduction, one local call adds and norms."""
+    """Tests a bias: after the reduction, a single local call adds the residual and norms."""
 
     def fn(x, r, w):
         total = (reduce(x) + w) + r
@@ -123,7 +123,7 @@ def test_gradient_of_the_weight(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_numbers(rank: int, world_size: int) -> None:
-    """Tests constants made by keyword, and an eps that depends on the number of tokens."""
+    """Tests constants created with keyword arguments, and an eps computed from the token count."""
     inputs = Inputs().make(rank)
     graph = Graph()
     x, r, w = map(graph.placeholder, "xrw")
@@ -158,7 +158,7 @@ dump.register_fake(lambda x: None)
 
 @on(cpu=(2,))
 def test_operators_without_results(rank: int, world_size: int) -> None:
-    """Tests that operators without results and calls of print stay in the graph."""
+    """Tests that operators without results and calls to print stay in the graph."""
     inputs, op = Inputs().make(rank), torch.ops.allnorm_findings.dump.default
     for target in (op, print):
 
@@ -190,7 +190,7 @@ def test_missed_site_before_a_fused_one(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_different_number_of_tokens(rank: int, world_size: int) -> None:
-    """Tests graphs that are fused with 24 tokens and run with 7."""
+    """Tests graphs that are fused for 24 tokens and run with 7."""
 
     def quantized(x, r, w):
         total = reduce(x) + r
@@ -247,7 +247,7 @@ def test_inputs_that_share_memory_later(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_memory_of_results(rank: int, world_size: int) -> None:
-    """Tests that results share memory with inputs and each other as in the unfused graph."""
+    """Tests that fusion does not change which results and inputs share memory."""
 
     def fn(x, r, w):
         r.add_(reduce(x))

@@ -1,4 +1,4 @@
-"""Tests the pass in Inductor: results of compiled code, caches, gradients."""
+"""Tests the graph pass in Inductor: results of compiled code, caches, gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUMERICS = ["rounded", "transformers", "rounded"]
 
 @contextlib.contextmanager
 def inductor_caches(folder: str | None = None) -> Iterator[None]:
-    """Gives a test empty caches, or those in `folder`, and compiles without workers."""
+    """Gives a test empty caches, or those in `folder`; compiles without worker processes."""
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     before = {name: os.environ.get(name) for name in (*settings, "TORCHINDUCTOR_CACHE_DIR")}
     with tempfile.TemporaryDirectory() as temporary:
@@ -52,7 +52,7 @@ def inductor_caches(folder: str | None = None) -> Iterator[None]:
 
 
 class Layers(torch.nn.Module):
-    """A model with three reductions and three norms; `how` selects the kind of reduction."""
+    """A model of three layers, each with a reduction and a norm; `how` selects the reduction."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_end_to_end(rank: int, world_size: int, how: str) -> None:
             assert all(site.fused for site in report.sites)
             assert calls(code) == (3, 0)
             used = c
-            if given is None and how != "allnorm":  # the oldest one is used
+            if given is None and how != "allnorm":  # the pass uses the oldest communicator
                 alike = [o for o in groups.open_communicators() if o.group == c.group]
                 used = next(o for o in alike if o.device == c.device)
             assert used.name in "".join(code), "the code does not use the open communicator"
@@ -147,10 +147,10 @@ def test_toggled(rank: int, world_size: int) -> None:
         for reset in (True, False):
             for given in (c, None, other, c, None):
                 if reset:
-                    torch._dynamo.reset()  # so that code comes from Inductor's cache on disk
+                    torch._dynamo.reset()  # so that the code comes from Inductor's disk cache
                 fusion = None if given is None else allnorm.compile.inductor_pass(given)
                 results, code = run_and_get_code(compiled(model, fusion), x, residual)
-                # Code from a cache is not generated again.
+                # Cached code is not generated again.
                 text = "".join(code)
                 if given is None:
                     assert "all_reduce_add_rms_norm" not in text
@@ -159,7 +159,7 @@ def test_toggled(rank: int, world_size: int) -> None:
                 for mine, theirs in zip(results, expected, strict=True):
                     assert_same_bits(mine, theirs, f"with {given}")
         other.close()
-        # Code that was compiled for a different communicator still runs.
+        # Code compiled for the other communicator still runs.
         torch._dynamo.reset()
         results = compiled(model, allnorm.compile.inductor_pass(c))(x, residual)
         assert_same_bits(results[0], expected[0], "after the other communicator was closed")
@@ -167,7 +167,7 @@ def test_toggled(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_made_while_compiling(rank: int, world_size: int) -> None:
-    """Tests that communicators are not made under Inductor's dispatcher, where they may hang."""
+    """Tests that no communicator is created under Inductor's dispatcher, where it could hang."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
     is_on = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "PythonDispatcher")
@@ -190,7 +190,7 @@ def test_made_while_compiling(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_dropped_while_open(rank: int, world_size: int) -> None:
-    """Tests that all ranks or none use a dropped communicator, and that graphs keep theirs."""
+    """Tests that no rank uses a dropped communicator alone, and that graphs keep theirs open."""
     group = dist.new_group(list(range(world_size)))
     graph = symbolic_trace(lambda x, r, w: llama(reduce(x, group=group.group_name) + r, w))
     inputs = Inputs().make(rank)
@@ -225,7 +225,7 @@ def test_dropped_while_open(rank: int, world_size: int) -> None:
 
 @on(cpu=(1,))
 def test_keys(rank: int, world_size: int) -> None:
-    """Tests the cache keys of the pass."""
+    """Tests the pass's cache keys."""
     make = allnorm.compile.inductor_pass
     c = comm()
     assert make(c).uuid() == make(c).uuid()
@@ -305,7 +305,7 @@ def test_quantized(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @on(cpu=(2,))
 def test_training(rank: int, world_size: int) -> None:
-    """Tests the gradients of a fused forward pass: Inductor's graphs come after autograd."""
+    """Tests the gradients of a fused forward pass: autograd precedes the passes of Inductor."""
     torch._dynamo.reset()
     gradients = []
     with inductor_caches():

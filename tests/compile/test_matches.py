@@ -1,4 +1,4 @@
-"""Tests graphs that must be fused: two ranks run each, unfused and fused."""
+"""Tests graphs that must be fused: two ranks run each graph, unfused and fused."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Expected:
 
     Attributes:
         numerics: the rounding mode of each site.
-        inputs: the inputs of the graph.
-        norms: number of leading results computed from a norm; the others must be bit-identical.
-        boundary: the report's text for the boundary of each site.
-        close: the comparison of the normed results.
+        inputs: the graph's inputs.
+        norms: how many of the first results come from a norm; the others must be bit-identical.
+        boundary: the report's text for each site's boundary.
+        close: compares the normed results.
     """
 
     numerics: str | Sequence[str]
@@ -70,13 +70,13 @@ class Expected:
 
 
 def rounded(z, w, dtype=bf16):
-    """Norms by multiplying with the weight in float32."""
+    """Computes an RMSNorm that multiplies by the weight in float32."""
     z = z.float()
     return (z * rstd(z) * w).to(dtype)
 
 
 def rounded_first(z, w, dtype=bf16):
-    """Norms by rounding before the weight."""
+    """Computes an RMSNorm that rounds before it multiplies by the weight."""
     z = z.float()
     return ((z * rstd(z)).to(dtype) * w).to(dtype)
 
@@ -131,7 +131,7 @@ MATCHES = {
             lambda z, w: rms_norm(z, w, None), lambda x, r: reduce(x * 1e-3) + r * 1e-3
         ),
         gemma_style=summed(gemma),
-        # The weight differs from that in float32.
+        # The rounded `1 + w` differs from the float32 one.
         gemma_weight_rounded_to_16_bits=summed(lambda z, w: rounded(z, 1 + w)),
         without_weight=summed(lambda z, w: rounded(z, 1.0)),
     ),
@@ -166,7 +166,7 @@ MATCHES = {
 
 
 def by_root(root):
-    """Returns a graph whose norm multiplies by `root(z)` of a float32 tensor z."""
+    """Returns a graph whose norm multiplies a float32 tensor z by `root(z)`."""
     return summed(lambda h, w: ((z := h.float()) * root(z) * w).to(bf16))
 
 
@@ -293,7 +293,7 @@ def sum_changed_through_a_view_after_its_last_use(x, r, w):
 
 
 def two_sums_of_which_one_changes(x, r, w):
-    """Computes the sum twice and changes one of them: each result has its own memory."""
+    """Computes the sum twice and changes one of the results: each result has its own memory."""
     reduced = reduce(x)
     one, two = reduced + r, reduced + r
     normed = llama(one, w)
@@ -428,7 +428,7 @@ MATCHES |= table(
         lambda x, r: reduce(x) + r.view(4, 6, HIDDEN),
     ),
     view_before_the_add=summed(llama, lambda x, r: reduce(x).view(-1, HIDDEN) + r),
-    # The fused call needs a copy of the strided rows before it.
+    # The strided rows are copied before the fused call.
     strided_rows_viewed=summed(
         llama,
         lambda x, r: reduce(torch.cat([x, x], -1)[..., :HIDDEN]).reshape(24, HIDDEN) + r,
@@ -453,7 +453,7 @@ def test_match(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(2,))
 def test_sum_of_two_reductions(rank: int, world_size: int) -> None:
-    """Tests that one of two reductions is fused, with the other as its residual."""
+    """Tests that one of two added reductions is fused, with the other as its residual."""
     inputs = Inputs().make(rank)
     graph = symbolic_trace(summed(llama, lambda x, r: reduce(x) + reduce(r)))
     want = graph(*inputs)

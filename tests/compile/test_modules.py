@@ -1,7 +1,7 @@
-"""Tests random modules with every tracer: the fused graph must compute the same.
+"""Tests random modules with every tracer: the fused graph must compute the same results.
 
-test_random.py makes graphs; this file makes the code of a forward method, with functional and
-in-place steps, views, slices, several sites, and norms that are modules, one of them with a hook.
+test_random.py builds graphs; this file writes the code of a forward method. The code has functional
+and in-place steps, views, slices, multiple sites, and norms that are modules, one with a hook.
 Every third module has norms and scales before the residual. Dynamo, AOTAutograd, torch.export and
 make_fx trace the code.
 """
@@ -35,7 +35,7 @@ TRACERS = ("dynamo", "aot", "export", "make_fx")
 
 
 class Code:
-    """The random lines of a forward method with the inputs x, r, o and w."""
+    """A forward method's random lines of code; its inputs are x, r, o and w."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -128,7 +128,7 @@ class Code:
         if chosen.random() < 0.3:
             total = self.keep(f"{total} * {chosen.choice([0.22, -1.5, 2])}")
         if chosen.random() < 0.6:
-            self.names.pop()  # nothing else reads it
+            self.names.pop()  # no other line reads it
         return total
 
     def module(self) -> torch.nn.Module:
@@ -192,7 +192,7 @@ def traced(tracer: str, model: Any, code: Code, inputs: list[Tensor]) -> Any:
 
 
 def one(rank: int, seed: int) -> list[FusionReport]:
-    """Traces, fuses and runs a module, and compares; returns its reports."""
+    """Traces and fuses a random module, and compares its results; returns its reports."""
     code, tracer = Code(seed), TRACERS[seed % len(TRACERS)]
     model, inputs = code.module(), code.inputs(rank, seed)
     expected_inputs, actual_inputs = ([t.clone() for t in inputs] for _ in range(2))
@@ -207,8 +207,8 @@ def one(rank: int, seed: int) -> list[FusionReport]:
     return reports
 
 
-# Programs that failed once: with a weight that only fused sites read, in a graph with a guard; with
-# a query of a tensor where a fused call must be inserted.
+# Former bugs: in a graph with a guard, a weight that only fused sites read; a query of a tensor
+# where the pass must insert a fused call.
 @on(cpu=(2,))
 @pytest.mark.parametrize("seed", [3307, 7922])
 def test_modules_that_failed(pool: RankPool, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Tests graphs that quantize the normed tensor to FP8: fused only if bit-identical."""
+"""Tests graphs that quantize the normed tensor to FP8, which fuse only if bit-identical."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .helpers import (
 
 
 def quantizing(quantize, norm=llama, all_reduce=reduce):
-    """Returns a graph that quantizes the normed tensor by `quantize(y, w)`, with the sum last."""
+    """Returns a graph that quantizes the normed tensor with `quantize(y, w)`; the sum is last."""
 
     def graph(x, r, w):
         total = all_reduce(x) + r
@@ -47,7 +47,7 @@ def scale_of(y):
 
 
 def by_scale(scale_of):
-    """Returns a quantization that divides by `scale_of(y)`, and does not return the scale."""
+    """Returns a graph whose quantization divides by `scale_of(y)`; it does not return the scale."""
     return quantizing(lambda y, w: (cast(y.float() / scale_of(y)),))
 
 
@@ -97,7 +97,7 @@ def scale_of_the_unrounded_norm(x, r, w):
     return cast(y.float() / scale_of(w.float() * normed))
 
 
-# By name: the graph, and the expected quantization and rounding mode of its site.
+# Maps a name to a graph, and to the expected quantization and rounding mode of its site.
 QUANTIZED = {
     **table(
         ("per_token", "transformers"),
@@ -118,7 +118,7 @@ QUANTIZED = {
         per_group_of_the_16_bit_rows=quantizing(per_group_of_the_16_bit_rows),
     ),
     **table(("per_tensor", "transformers"), per_tensor=quantizing(per_tensor)),
-    # These round differently, so they stay in the graph after the fused 16-bit call.
+    # These quantizations round differently, so they stay in the graph after the fused 16-bit call.
     **table(
         (None, "transformers"),
         scale_of_the_unrounded_norm,
@@ -165,7 +165,7 @@ def test_quantized(rank: int, world_size: int, name: str) -> None:
     got, want = (r if isinstance(r, tuple) else (r,) for r in (got, want))
     for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-        if mine.dtype == FP8:  # the last bit of the norm may change the rounding to FP8
+        if mine.dtype == FP8:  # the norm's last bit can change the rounding to FP8
             differs = (mine.float() != theirs.float()).float().mean()
             assert float(differs) < 0.005, f"result {i}"
         elif i == len(want) - 1 and len(want) > 1 and mine.dtype == torch.bfloat16:
@@ -209,7 +209,7 @@ def of_constants(y, w):
 
 @on(cpu=(1,))
 def test_dynamo(rank: int, world_size: int) -> None:
-    """Tests graphs of Dynamo with a symbolic number of tokens."""
+    """Tests graphs captured by Dynamo with a symbolic number of tokens."""
     inputs = Inputs().make(rank)
     for tensor in inputs[:2]:
         torch._dynamo.mark_dynamic(tensor, 0)

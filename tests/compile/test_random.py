@@ -1,6 +1,6 @@
 """Tests random graphs with views, copies and in-place calls: fusion must not change results.
 
-Half of them also norm in place and overwrite inputs with results.
+Half of the graphs also norm in place and overwrite their inputs with results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ bf16 = torch.bfloat16
 
 
 class Program:
-    """A random graph of bfloat16 tensors [6, 64] with sites, not all of which can be fused."""
+    """A random graph of bfloat16 tensors [6, 64]; not all of its sites can be fused."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -45,7 +45,7 @@ class Program:
         self.module = GraphModule(torch.nn.Module(), self.graph)
 
     def pick(self) -> Node:
-        """Picks a tensor, often one of the latest."""
+        """Returns a random tensor, often one of the latest."""
         if self.random.random() < 0.6:
             return self.random.choice(self.tensors[-3:])
         return self.random.choice(self.tensors)
@@ -56,13 +56,13 @@ class Program:
         return self.graph.call_function(target, arguments, keywords)
 
     def noise(self, chance: float = 0.35) -> None:
-        """Adds operations that read or write the tensors of sites."""
+        """Adds operations that read or write tensors of sites."""
         while self.random.random() < chance:
             operation = self.random.choice(OPERATIONS)
             operation(self, self.pick())
 
     def keep(self, target: Any, *arguments: Any) -> None:
-        """Calls a function, and lets later operations pick its result."""
+        """Adds a call to the graph; later operations may pick its result."""
         self.tensors.append(self.call(target, *arguments))
 
     def view_twice(self, tensor: Node) -> None:
@@ -216,7 +216,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
     for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         if mine.stride() != theirs.stride():
             raise WrongError(f"strides of result {i} of {changed}")
-    # A different last bit of a norm may change a few elements by one FP8 step.
+    # A norm that differs in the last bit can change a few elements by one FP8 step.
     compare((*actual, *actual_inputs), (*expected, *expected_inputs), 0.04, 0.97, changed)
     if not report.fused and str(program.graph) != before:
         raise WrongError(f"nothing is fused in {changed}")

@@ -2,8 +2,8 @@
 
 The elements of normed tensors are small integers times a power of two. Sums of squares then do not
 depend on the order, so results must be bit-identical, unless a norm is normed again. The graph must
-have as many fused calls as the report has fused sites, and as many reductions as it has missed
-ones.
+have as many fused calls as the report has fused sites, and as many reductions as the report has
+missed sites.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ bf16 = torch.bfloat16
 
 
 def reduce_in_place(x: Any) -> None:
-    """Reduces by the functional collective; records `dist.all_reduce` under torch.fx."""
+    """Reduces with the functional collective; under torch.fx, records `dist.all_reduce`."""
     if isinstance(x, Proxy):
         x.tracer.create_proxy("call_function", dist.all_reduce, (x,), {})
         return
@@ -41,10 +41,10 @@ def reduce_in_place(x: Any) -> None:
 
 
 class Program(nn.Module):
-    """A random function of (x, r, other), which depends on the seed.
+    """A random function of (x, r, other), determined by the seed.
 
     Attributes:
-        exact: for each result in flat order, whether it must be bit-identical.
+        exact: for each result, in flattened order, whether it must be bit-identical.
     """
 
     def __init__(self, seed: int) -> None:
@@ -57,9 +57,9 @@ class Program(nn.Module):
             self.register_buffer(name, values.to(device(), bf16))
 
     def forward(self, x: Any, r: Any, other: Any) -> Any:
-        """Runs the operations, which are the same in every call."""
+        """Runs the random operations, which are the same in every call."""
         self.random = random.Random(self.seed)
-        self.normed: list[tuple[Any, bool]] = []  # with whether they must be bit-identical
+        self.normed: list[tuple[Any, bool]] = []  # each with whether it must be bit-identical
         self.sums: list[Any] = [r, other]  # bit-identical tensors with the rows of r
         for _ in range(self.random.randint(1, 3)):
             self.site(x)
@@ -72,7 +72,7 @@ class Program(nn.Module):
         return self.random.random() < part
 
     def exactly(self, tensor: Any) -> Any:
-        """Returns integers from -32 to 32."""
+        """Returns the tensor times 4, rounded to integers from -32 to 32."""
         return torch.clamp(torch.round(tensor * 4), -32, 32)
 
     def rows(self, tensor: Any) -> Any:
@@ -165,7 +165,7 @@ class Program(nn.Module):
             self.normed.append((total, exact))
 
     def used(self, tensor: Any, exact: bool) -> tuple[Any, bool]:
-        """Returns the tensor or one computed from it, and whether it must be bit-identical."""
+        """Returns the tensor or one computed from it, and whether that must be bit-identical."""
         uses = [
             lambda: (tensor[-1:], exact),
             lambda: (tensor[..., :8] * 2, exact),
@@ -191,7 +191,7 @@ ENTRANCES = ("fx", "fx", "fx", "real", "fake", "symbolic", "export")
 
 
 def traced(program: Program, entrance: str, inputs: list[Tensor]) -> tuple[GraphModule, Any]:
-    """Returns the graph and the other arguments of fuse()."""
+    """Returns the traced graph, and the other arguments of fuse()."""
     if entrance == "fx":
         return symbolic_trace(program), inputs
     if entrance == "export":
@@ -230,7 +230,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
             given(*[tensor.clone() for tensor in inputs])
         except (RuntimeError, ValueError, TypeError, torch.fx.proxy.TraceError):
             return None
-        given, _ = traced(Program(seed), entrance, inputs)  # with unchanged buffers
+        given, _ = traced(Program(seed), entrance, inputs)  # a new program, with unchanged buffers
         before = str(module.graph)
         report = fuse(module, examples, comm())
         module.graph.lint()

@@ -1,4 +1,4 @@
-"""Tests that all ranks fuse alike, also if their graphs or their caches differ."""
+"""Tests that all ranks fuse the same sites, even if their graphs or caches differ."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def looked_at(x: Any, residual: Any, w: Any) -> Any:
 
 
 def twice(x: Any, residual: Any, w: Any) -> Any:
-    """Has two sites, so that its reductions differ from those of `fusable`."""
+    """Runs two sites, so that the graph's reductions differ from those of `fusable`."""
     normed, residual = fusable(x, residual, w)
     return fusable(normed, residual, w)
 
@@ -104,7 +104,7 @@ def test_one_rank_reads_the_reduced_tensor(
         assert "the reduced tensor itself is also used" in reason
         assert (f"rank {odd} of the group cannot" in reason) == (rank != odd)
         me.run()
-    # Later graphs get a verdict of their own.
+    # Each later graph gets its own verdict.
     assert me.fuse(twice) == ""
     me.run()
     me.end()
@@ -121,7 +121,7 @@ def test_graphs_with_different_reductions(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
 def test_one_rank_compiles(rank: int, world_size: int, given: bool) -> None:
-    """Tests graphs that rank 1 does not compile, but runs unfused."""
+    """Tests graphs that rank 1 runs unfused, without compiling them."""
     me = Rank(given, patience_s=0.5)
     before = open_names()
     if rank == 0:
@@ -134,7 +134,7 @@ def test_one_rank_compiles(rank: int, world_size: int, given: bool) -> None:
     me.run()
     dist.barrier()
     assert open_names() == before
-    # Rank 1 compiles it later, and gets the verdict of rank 0.
+    # Rank 1 compiles the graph later, and gets rank 0's verdict.
     if rank == 1:
         assert "rank 1 of the group did not compile" in me.fuse(fusable)
     me.end()
@@ -158,7 +158,7 @@ def test_graphs_in_different_orders(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_one_rank_compiles_again(rank: int, world_size: int) -> None:
-    """Tests a rank that compiles again, alone: it must fuse as before."""
+    """Tests a rank that compiles a graph again, alone: it must fuse the same sites as before."""
     me = Rank(True, patience_s=30.0)
     assert me.fuse(fusable) == ""
     me.run()
@@ -197,9 +197,9 @@ class Block(torch.nn.Module):
 def in_inductor(
     rank: int, world_size: int, folder: str, given: bool, looks: int | None
 ) -> tuple[int, int]:
-    """Compiles in a new process, with caches that an earlier process may have filled.
+    """Compiles a graph in a new process; its caches may contain an earlier process's code.
 
-    Returns how many graphs the pass saw and how many sites it fused.
+    Returns how many graphs the pass received, and how many sites it fused.
     """
     c = allnorm.Communicator() if given else None
     x, residual = arguments(rank)
@@ -216,7 +216,7 @@ def in_inductor(
         for _ in range(2):
             normed, summed = block(x, residual, weight)
             assert_same_bits(summed, expected[1], "sum")
-            if looks is None:  # unfused code of Inductor rounds less often
+            if looks is None:  # Inductor's unfused code rounds less often
                 assert_same_bits(normed, expected[0], "normed")
     if not given and looks is None:
         assert open_names() == ["0"]
@@ -255,6 +255,6 @@ def test_one_rank_has_lost_its_cache(tmp_path: pathlib.Path, lost: str) -> None:
     if lost == "word":  # as if the rank was killed during the decision
         (file,) = (own / "allnorm").glob("*/1")
         file.write_text("")
-    # Rank 0 has the fused code in its cache, or compiles again too.
+    # Rank 0 either has the fused code in its cache or also compiles again.
     assert run() == ([(0, 0), (1, 1)] if lost == "code" else [(1, 1), (1, 1)])
     assert run() == [(0, 0), (0, 0)]

@@ -1,6 +1,6 @@
-"""Tests every reason of the graph pass, with a small graph that it applies to.
+"""Tests every reason why the graph pass does not fuse a site, each with a small graph.
 
-A case is a graph with the cause of a reason, and the same graph without it, which is fused.
+A case is a graph with the cause of a reason, and the same graph without the cause, which is fused.
 test_sentences.py fails if a reason has no case.
 """
 
@@ -78,7 +78,7 @@ class Case:
 
 
 def reducing(call, different=None):
-    """Returns a case whose graph reduces x by `call(graph, x)`; the cause passes `different`."""
+    """Returns a case whose graph reduces x with `call(graph, x)`; the cause passes `different`."""
     return lambda given, cause: (
         made_by_hand(lambda graph, x: call(graph, different if cause and different else x)),
         given,
@@ -86,7 +86,7 @@ def reducing(call, different=None):
 
 
 def reduced_in_a_wrapper(given, cause):
-    """Makes a graph of an operator that also returns a number, which the cause reads."""
+    """Builds a graph whose reduction also returns a number; the cause is a read of the number."""
     graph = Graph()
     x, residual, w = (graph.placeholder(n) for n in ("x", "residual", "w"))
     both = graph.call_function(auto_functionalized, (OWN.sum_.default,), {"x": x})
@@ -167,7 +167,7 @@ REDUCTIONS = {
     ),
 }
 
-# ---- what follows -------------------------------------------------------------------------------
+# ---- operations after the reduction -------------------------------------------------------------
 
 
 def norm_dropped(x, r, w, cause):
@@ -204,7 +204,7 @@ def transposed_sum(x, r, w, cause):
 
 
 def decomposed(by):
-    """Returns a case whose norm, with the cause, is an operator that `by` decomposes."""
+    """Returns a case in which the cause replaces the norm with an operator that `by` decomposes."""
     return Case(
         lambda x, r, w, cause: (OWN.norm if cause else llama)(reduce(x) + r, w),
         decompositions={OWN.norm: by},
@@ -275,7 +275,7 @@ FOLLOWING = {
 
 
 def norm_module(change, *, in_place=False):
-    """Returns a case whose norm is a module that the cause changes by `change(module)`."""
+    """Returns a case whose norm is a module; the cause changes it with `change(module)`."""
 
     def make(given, cause):
         class Layer(torch.nn.Module):
@@ -327,9 +327,9 @@ def writes(x, residual, w):
 
 
 def with_node(add):
-    """Returns a case of a graph that writes in place, to which the cause adds `add(graph, nodes)`.
+    """Returns a case whose graph writes in place; the cause adds a node with `add(graph, nodes)`.
 
-    `nodes` are the graph's nodes by their names.
+    `nodes` maps names to the graph's nodes.
     """
 
     def make(given, cause):
@@ -345,12 +345,12 @@ def with_node(add):
 
 
 def with_call(target, arguments=lambda nodes: (nodes["x"],), options=None):
-    """Returns a case to which the cause adds a call of `target`, by default with x."""
+    """Returns a case in which the cause adds a call to `target`, by default with the argument x."""
     return with_node(lambda graph, nodes: graph.call_function(target, arguments(nodes), options))
 
 
 def returning(value):
-    """Returns a case of a graph that writes in place and also returns `value(r, w, cause)`."""
+    """Returns a graph that writes in place and also returns `value(r, w, cause)`."""
     return lambda x, r, w, cause: (writes(x, r, w), value(r, w, cause))
 
 
@@ -474,7 +474,7 @@ def two_scales(x, r, w, cause):
 
 
 def with_free_sizes(given):
-    """Returns fake tensors with symbolic sizes, except the last dimensions."""
+    """Returns fake tensors whose sizes are symbolic, except the last dimension's."""
     mode, fakes = FakeTensorMode(shape_env=ShapeEnv()), []
     for place, tensor in enumerate(given):
         dims = [DimDynamic.DUCK] * (tensor.dim() - 1) + [DimDynamic.STATIC]
@@ -522,7 +522,7 @@ QUANTIZED = {
     ),
 }
 
-# ---- the test of each, and of all ---------------------------------------------------------------
+# ---- tests of each case and of all cases --------------------------------------------------------
 
 CASES = {
     reason: graph if isinstance(graph, Case) else Case(graph)
@@ -541,7 +541,7 @@ def test_case(rank: int, world_size: int, reason: str) -> None:
     texts = texts_of(case.fuse(*case.make(rank, True)))
     assert any(re.search(reason, text) for text in texts), texts
     names = {node.name for node in case.make(rank, True)[0].graph.nodes}
-    for text in texts:  # texts name nodes of the caller's graph
+    for text in texts:  # these texts name nodes of the caller's graph
         assert {*re.findall(r"\b[a-z_]+_\d+\b", text)} <= {*names, "norm_weight"}, text
     if case.fuses:
         report = case.fuse(*case.make(rank, False))

@@ -36,17 +36,17 @@ wait = FUNCTIONAL.wait_tensor.default
 
 
 def norm(z, w):
-    """Norms a float32 tensor and rounds once."""
+    """Computes the RMSNorm of a float32 tensor, and rounds once."""
     return (z * rstd(z) * w).to(bf16)
 
 
 def in_float32(normed):
-    """Returns a graph that computes `normed(z, w)` of the sum in float32 and rounds the result."""
+    """Returns a graph that calls `normed(z, w)` with the float32 sum z, and rounds the result."""
     return lambda x, r, w: normed((reduce(x) + r).float(), w).to(bf16)
 
 
 def by_root(root):
-    """Returns a graph whose norm multiplies by `root(z)` in place of 1/rms."""
+    """Returns a graph whose norm multiplies by `root(z)` instead of 1/rms."""
     return in_float32(lambda z, w: z * root(z) * w)
 
 
@@ -108,7 +108,7 @@ def sum_used_before_the_weight(x, r, w):
 
 
 TRANSFORMED = "neither a residual add nor an RMSNorm follows it: {} comes first"
-# By the reason why they are not fused: functions of (x, residual, weight).
+# Maps the reason why a graph is not fused to a function of (x, residual, weight).
 REFUSALS = {
     # ---- the reduction ----
     "reduces by 'avg'": lambda x, r, w: llama(reduce(x, "avg") + r, w),
@@ -223,7 +223,7 @@ def graphs_of(reason):
 
 @on(cpu=(2,))
 def test_two_communicators(rank: int, world_size: int) -> None:
-    """Tests a graph with two groups: a communicator fuses only the reductions of its group."""
+    """Tests a graph with two groups: a communicator fuses only its own group's reductions."""
     other = dist.new_group([0, 1])
 
     def block(x, residual, w):
@@ -240,7 +240,7 @@ def test_two_communicators(rank: int, world_size: int) -> None:
     assert "communicator over '0'" in str(report.missed[0].reason)
     assert len(fused_calls(graph)) == 1
     before = open_names()
-    report = fuse(graph, inputs)  # fuses the rest on a new communicator
+    report = fuse(graph, inputs)  # fuses the other reduction on a new communicator
     assert [site.numerics for site in report.sites] == ["rounded"]
     (made,) = set(open_names()) - set(before)
     assert made.partition("#")[0] == other.group_name
@@ -298,7 +298,7 @@ def test_errors(rank: int, world_size: int) -> None:
     ]
     for error, text, call in calls:
         assert text in message_of(error, call)
-    group = dist.new_group([0])  # without a communicator, fuse() would make one
+    group = dist.new_group([0])  # the group has no communicator: fuse() would create one
     other = symbolic_trace(lambda x, residual, w: llama(reduce(x, group=group.group_name), w))
     os.environ["ALLNORM_TIMEOUT"] = "1"  # misspelled
     try:
@@ -317,7 +317,7 @@ def test_errors(rank: int, world_size: int) -> None:
 
 
 def test_without_process_group() -> None:
-    """Tests that fuse() works without a process group and names what is missing."""
+    """Tests that fuse() works without a process group, and reports that there is none."""
     inputs = Inputs().make(0)
     graph = symbolic_trace(plain)
     check_missed(graph, inputs, "torch.distributed is not initialized")

@@ -1,4 +1,4 @@
-"""Tests the table that prints a report of the graph pass."""
+"""Tests the printed table of a fusion report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that every sentence of the graph pass has a test: sentences are read from its sources."""
+"""Tests that every sentence in the graph pass's sources is produced by a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import test_boundaries, test_experts, test_quantized, test_refusals
 from .helpers import Inputs
 from .test_reasons import CASES, hooked, norm_module, texts_of
 
-# Parts of sentences that the tests of a different file produce.
+# Maps parts of sentences to the test file that produces them, if it is not test_reasons.py.
 ELSEWHERE = {
     "the store of process group {} fails": "test_sentences.py",
     "keeps symbolic": "test_contents.py",
@@ -35,7 +35,7 @@ ELSEWHERE = {
     "changes an argument other than its first tensor": "test_contents.py",
     "a part of the tensor": "test_contents.py",
 }
-# Parts of sentences that no graph produces, with the cause, and of texts that are not reasons.
+# Maps parts of sentences that no graph produces to the cause, or to where the text appears instead.
 GUARDS = {
     "the shape of {} is computed from the reduced tensor": "sizes do not depend on elements",
     "the shapes and dtypes of its tensors are unknown": "a reduction without a shape comes first",
@@ -73,7 +73,7 @@ def all_texts(rank: int, world_size: int) -> list[str]:
 
 
 def sentences() -> dict[str, str]:
-    """Returns all texts of the pass but docstrings and errors, by patterns that match them."""
+    """Returns the pass's texts, except docstrings and errors, keyed by patterns that match them."""
     found = {}
     for path in sorted(pathlib.Path(allnorm.compile.__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text())

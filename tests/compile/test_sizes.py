@@ -1,6 +1,6 @@
-"""Tests graphs that are fused with example inputs and run with inputs of other sizes.
+"""Tests graphs that are fused with example inputs and run with inputs of different sizes.
 
-A fused graph may refuse a size that it was not fused for. It must not return a wrong shape.
+A fused graph may refuse a size that it was not fused for, but must not return a wrong shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .helpers import llama, nodes_calling, reduce, summed
 from .test_random_contents import HIDDEN, ints, one
 
 REFUSE = {"first_part", "without_a_one"}  # some sizes need different nodes
-ALWAYS = {"plain", "shape_of_another_tensor"}  # fused for all sizes, without a check of inputs
+ALWAYS = {"plain", "shape_of_another_tensor"}  # fused for all sizes, without checking the inputs
 
 
 def rms_norm(z, w):
@@ -72,7 +72,7 @@ class Of(nn.Module):
 
 
 def answers(module: GraphModule, inputs: Sequence[Tensor]) -> list[Tensor] | str:
-    """Returns the results, or the error text."""
+    """Runs the module; returns its results, or the error text."""
     try:
         results = module(*inputs)
     except (ValueError, RuntimeError, IndexError) as error:
@@ -111,13 +111,13 @@ def test_sizes(rank: int, world_size: int, name: str, tokens: int) -> None:
 @on(cpu=(2,))
 @pytest.mark.parametrize("seed", [71999873758, 71999873776])
 def test_programs(rank: int, world_size: int, seed: int) -> None:
-    """Tests programs with views that fit only the sizes of the examples."""
+    """Tests random programs with views that fit only the example inputs' sizes."""
     assert one(rank, seed) is not None
 
 
 @on(cpu=(2,))
 def test_sizes_that_the_tracer_assumes(rank: int, world_size: int) -> None:
-    """Tests a graph of `make_fx`, which treats two views as equal at 4 tokens."""
+    """Tests a graph from `make_fx`, which treats two views as equal if there are 4 tokens."""
 
     def layer(x: Tensor) -> Tensor:
         normed = F.rms_norm(reduce(x.view(-1, 2, HIDDEN)), (HIDDEN,), None, 1e-5)

@@ -1,4 +1,4 @@
-"""Tests graphs of all tracers, with modules, every form of reduction, and nested graphs."""
+"""Tests graphs from all tracers, with modules, every form of reduction, and nested graphs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_modules(rank: int, world_size: int) -> None:
         with torch.no_grad():
             again = graph(x, residual)[0]
             if norm.weight is not None:
-                norm.weight.mul_(2)  # the graph reads the parameter itself
+                norm.weight.mul_(2)  # the graph reads the module's current weight
                 assert_same_bits(graph(x, residual)[0], again * 2, "with a different weight")
 
 
@@ -90,7 +90,7 @@ def test_in_place_reductions(rank: int, world_size: int, functional: bool, clone
 
 @on(cpu=(2,))
 def test_functional_collectives(rank: int, world_size: int) -> None:
-    """Tests the Python function with a group name."""
+    """Tests the functional collective's Python function, called with a group name."""
     module = made_by_hand(lambda graph, x: graph.call_function(funcol.all_reduce, (x, "SUM", "0")))
     check_fused(module, Inputs().make(rank), "rounded", communicator=comm())
 
@@ -136,7 +136,7 @@ def test_as_dynamo_traces(rank: int, world_size: int) -> None:
             inputs = [t.clone() for t in (x, residual, w)]
             by_name = {"l_x_": inputs[0], "l_residual_": inputs[1], "l_w_": inputs[2]}
             ordered = [by_name[n.name] for n in graph.graph.nodes if n.op == "placeholder"]
-            # Compares with the unfused graph.
+            # Also compares the results with the unfused graph's.
             check_fused(graph, ordered, modes, communicator=comm())
 
 
@@ -172,7 +172,7 @@ def test_custom_operators(rank: int, world_size: int) -> None:
         torch.ops.mylib.all_reduce_(x, "tp:0")
         return x + residual
 
-    def wrapped(x, residual):  # as by AOTAutograd
+    def wrapped(x, residual):  # as AOTAutograd does
         functionalized = torch.ops.higher_order.auto_functionalized
         reduce_ = torch.ops.mylib.all_reduce_.default
         return functionalized(reduce_, x=x, group_name="0")[1] + residual
@@ -190,7 +190,7 @@ def test_custom_operators(rank: int, world_size: int) -> None:
 
 @on(cpu=(1, 2, 3))
 def test_bits(rank: int, world_size: int) -> None:
-    """Tests that reductions by allnorm are bit-identical to the reference."""
+    """Tests that allnorm's reductions are bit-identical to the reference."""
     c, case = comm(), Inputs(shape=(7, HIDDEN))
     xs = [case.make(r)[0] for r in range(world_size)]
     x, residual, w = case.make(rank)
@@ -219,7 +219,7 @@ def test_decomposed(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_dynamic(rank: int, world_size: int) -> None:
-    """Tests a symbolic number of tokens, which the report shows."""
+    """Tests a symbolic number of tokens, which appears in the report."""
     block = summed(llama, lambda x, r: reduce(x.unflatten(0, (-1, 2))).reshape(-1, HIDDEN) + r)
     inputs = Inputs().make(rank)
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_nested(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_effect_tokens(rank: int, world_size: int) -> None:
-    """Tests that a reduction with an effect token of AOTAutograd is not fused."""
+    """Tests that a reduction with an AOTAutograd effect token is not fused."""
     reports = []
 
     def compiler(module, given):
