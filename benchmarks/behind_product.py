@@ -22,7 +22,7 @@ ARMS = "allnorm,allnorm:one_shot,nccl+local,symm_mem,sglang,vllm,flashinfer"
 
 
 def spread(rows: list[dict[str, object]]) -> dict[str, tuple[float, int]]:
-    """Returns per arm the largest difference of medians at any shape, and the fewest processes."""
+    """Returns, per arm, the largest spread of medians at any shape, and the fewest processes."""
     medians: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for row in rows:
         if row["mode"] == "product" and isinstance(row["beyond_empty_us"], float):

@@ -28,13 +28,14 @@ _NUM_TOKENS, _HIDDEN_SIZE = 4, 4096
 
 
 def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
-    """Returns the microseconds of a call, by kind of call."""
+    """Returns the time per call in microseconds, for each kind of call."""
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     x = torch.ones(_NUM_TOKENS, _HIDDEN_SIZE, dtype=torch.bfloat16, device=where)
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
     residual, weight = torch.empty_like(x), torch.ones(_HIDDEN_SIZE, dtype=x.dtype, device=where)
     quant = allnorm.Fp8PerGroup(128)
-    # A function that does nothing: compares two words, which are never equal; returns 0, success.
+    # A stand-in that does nothing: it compares two words, which always differ, and returns 0
+    # (success).
     nothing = ctypes.CDLL(None).pthread_equal
     nothing.argtypes, nothing.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int32
     _native.library(device).run = nothing
@@ -72,7 +73,7 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints a table, and appends a row per call to a file."""
+    """Prints a table, and appends one row per kind of call to a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("device", nargs="?", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=pathlib.Path, help="append the results to this file")

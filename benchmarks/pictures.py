@@ -30,7 +30,7 @@ FOLDER = ROOT / "docs" / "pictures"
 class Theme(NamedTuple):
     """Colors for one kind of background. The background itself is transparent."""
 
-    ending: str  # of files
+    ending: str  # suffix of the file names
     ink: str  # text and axes
     quiet: str  # secondary text and lines
     box: str  # fill of boxes
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 
 class Source(NamedTuple):
-    """Rows of one commit; if `libraries` is not empty, only of those."""
+    """The rows of one commit; if `libraries` is not empty, only the rows of these libraries."""
 
     file: str
     commit: str
@@ -52,15 +52,15 @@ class Source(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A chart of the time per call by number of tokens."""
+    """A chart of the time per call against the number of tokens."""
 
     world_size: int
     sources: tuple[Source, ...]
     hidden_size: int = 4096
 
 
-# Arms of `bench` by library; the fastest of a library is drawn. The colors are distinct with
-# red-green color blindness, and have enough contrast to both backgrounds.
+# Maps each library to its `bench` arms; its fastest arm is drawn. The colors are distinct with
+# red-green color blindness, and have enough contrast with both backgrounds.
 LIBRARIES = {
     "allnorm": ("allnorm",),
     "SGLang": ("sglang", "sglang:one_shot", "sglang:two_shot", "sglang+local"),
@@ -90,15 +90,16 @@ CHARTS = {
 
 # Rows of benchmarks/behind_product.py, from several processes.
 PRODUCTS = {"h100x2-product": Source("h100x2-product.jsonl", "00b13f4")}
-# GEMMs of more tokens take all the power of the GPU, so times vary (docs/performance.md).
+# GEMMs with more tokens draw all of the GPU's power, so times vary (docs/performance.md).
 COOL_TOKENS = 64
 PRODUCT_PANELS = {
     "chain": ("p50_us", "in a chain of the same calls", "us per call"),
     "product": ("beyond_empty_us", "right after a GEMM", "us in excess of an empty kernel"),
 }
 
-# Panel title to rows of benchmarks/engines/vllm_latency.py, and labels of the arms. When the older
-# rows were measured, FlashInfer was not installed: "default" is vLLM without its fusion.
+# Maps each panel title to rows of benchmarks/engines/vllm_latency.py and to labels of its arms.
+# FlashInfer was not installed when the older rows were measured, so their "default" is vLLM without
+# its fusion.
 ENGINES = {
     "Llama 3.1 8B, two H200s": (
         Source("h200x2-vllm-8b-installed.jsonl", "f0f02a6"),
@@ -113,7 +114,7 @@ ENGINES = {
 
 @functools.cache
 def stored(file: str) -> list[Row]:
-    """Returns all rows of a file of results."""
+    """Returns all rows of a results file."""
     return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
 
 
@@ -155,9 +156,9 @@ def chart_rows(chart: Chart) -> dict[str, dict[int, Row]]:
 
 
 def mode_times(source: Source, mode: str, hidden_size: int = 4096) -> dict[str, dict[int, float]]:
-    """Returns each library's fastest time in us by tokens, the median over processes.
+    """Returns each library's fastest time in us, by number of tokens: the median over processes.
 
-    `mode` is a key of PRODUCT_PANELS. Mode "product" has "local" too, the norm alone.
+    `mode` is a key of PRODUCT_PANELS. Mode "product" also has "local": the norm alone.
     """
     field = PRODUCT_PANELS[mode][0]
     found: dict[tuple[str, str, int], list[float]] = {}
@@ -182,7 +183,7 @@ def engine_times(source: Source) -> dict[str, dict[int, float]]:
 
 
 def latency(figure: Figure, theme: Theme, chart: Chart) -> None:
-    """Draws a line per library, named at its start, and the minimum time of the link."""
+    """Draws a labeled line per library, and the minimum time of the link."""
     axes = figure.add_subplot()
     rows = chart_rows(chart)
     height = 0.0
@@ -258,7 +259,7 @@ def both_modes(figure: Figure, theme: Theme, source: Source) -> None:
 
 
 def legend(figure: Figure) -> None:
-    """Draws one legend, of the last axes, below all axes."""
+    """Draws one legend below all axes, with the entries of the last axes."""
     handles, labels = figure.axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
 

@@ -23,7 +23,7 @@ def allnorm(*arguments: str, results: str) -> int:
 
 
 def world_sizes(sizes: tuple[int, ...] = (2, 4, 8)) -> str:
-    """Returns the numbers of GPUs of the command line; without them, the available `sizes`."""
+    """Returns the numbers of GPUs from the command line; by default, the available `sizes`."""
     import torch
 
     gpus = torch.cuda.device_count()

@@ -44,9 +44,10 @@ def tool() -> str:
 def run(name: str, sanitizer: str, world_size: str, seconds: str) -> int:
     """Runs one tool of the sanitizer; returns 0 if it checked kernels and found nothing."""
     options = ["--tool", name, "--target-processes", "all", "--error-exitcode", str(FOUND)]
-    # Only kernels of the namespace; checking torch's kernels would be slow.
+    # Only kernels in allnorm's namespace; checking torch's kernels would be slow.
     options += ["--kernel-name", "kns=allnorm", "--print-limit", "20"]
-    # NCCL asks the driver for kernels that it lacks for this GPU, which is an API error.
+    # NCCL looks up kernels that it does not have for this GPU, which the tool reports as API
+    # errors.
     options += ["--report-api-errors", "no"] if name == "memcheck" else []
     verify = ["verify", "--device", "cuda", "--tp", world_size, "--seconds", seconds]
     verify.append("--share-gpus")  # if there are fewer GPUs

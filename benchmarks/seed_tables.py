@@ -1,4 +1,4 @@
-"""Makes the tables that the package ships from measured rows.
+"""Creates the tables that the package ships from measured rows.
 
     python benchmarks/seed_tables.py benchmarks/results/h200x4-tune.jsonl
 
@@ -31,7 +31,7 @@ _ARM = "allnorm:"
 
 
 def read(paths: list[pathlib.Path]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Reads the rows for tables, by GPU and number of ranks."""
+    """Reads the rows for tables, and groups them by GPU and number of ranks."""
     machines = defaultdict(list)
     for path in paths:
         for line in path.read_text().splitlines():
@@ -58,7 +58,7 @@ def _is_of_link(row: dict[str, Any]) -> bool:
 
 
 def curves_of(rows: list[dict[str, Any]]) -> tuning.Curves:
-    """Returns the curves for which there are enough rows, each from the newest commit with enough.
+    """Returns the curves that have enough rows, each from the newest commit with enough of them.
 
     Times are only compared within a commit and link rate, because kernels differ between commits.
     If a size was measured twice at a commit, the shorter time counts.

@@ -31,7 +31,7 @@ with allnorm.Communicator(device=device) as comm:
     residual, normed = torch.zeros_like(x), torch.zeros_like(x)
 
     def step() -> None:
-        """Replaces the residual by the new one, and writes `normed`."""
+        """Replaces the residual with the new one, and writes `normed`."""
         comm.all_reduce_add_rms_norm(x, residual, weight, EPS, out=normed, residual_out=residual)
 
     run = step

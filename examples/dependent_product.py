@@ -5,8 +5,8 @@
 In a model, the fused op follows a row-parallel linear layer. A cuBLAS GEMM does not trigger its
 dependent launch, so an eager call waits for the end of the GEMM. The Triton kernel of
 `allnorm.bench.triton_product` triggers it as soon as its own input is complete. The fused op then
-starts while the GEMM runs, and waits for its end before it reads anything. In CUDA graphs it starts
-early in any case, by a programmatic edge. The call itself does not change.
+starts while the GEMM runs, and waits for the GEMM's end before it reads anything. In CUDA graphs
+the call starts early in any case, through a programmatic edge. The call itself does not change.
 
 Prints, per number of tokens, the time of a GEMM and a fused call in CUDA graphs: for the Triton
 kernel with and without the early trigger, and for PyTorch's GEMM. Exits with 0 if the calls are

@@ -24,7 +24,7 @@ if gpu:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if gpu else "gloo")
 
-torch.manual_seed(0)  # equal on every rank, also the experts: this makes the check simple
+torch.manual_seed(0)  # equal on every rank, including the experts, which keeps the check simple
 options = {"dtype": torch.bfloat16, "device": device}
 experts = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, HIDDEN_SIZE, **options) / HIDDEN_SIZE**0.5
 router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, **options) / HIDDEN_SIZE**0.5

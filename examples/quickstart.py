@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/quickstart.py
 
-1. Computes all-reduce, residual add and RMSNorm in three ways: by one call of allnorm, by
-   `allnorm.reference` (the definition of every bit, in plain PyTorch), and by gloo or NCCL and
+1. Computes all-reduce, residual add and RMSNorm in three ways: with one call of allnorm, with
+   `allnorm.reference` (the definition of every bit, in plain PyTorch), and with gloo or NCCL plus
    PyTorch.
 2. Checks that the first two are bit-identical, and that the third is equal up to rounding.
 3. Times the first and the third, and prints one line.
@@ -55,7 +55,7 @@ with allnorm.Communicator(device=device) as comm:
         return comm.all_reduce_add_rms_norm(x, residual, weight, EPS)
 
     def separate(partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `normed` and the new residual; overwrites `partial` by the sum."""
+        """Returns `normed` and the new residual; overwrites `partial` with the sum."""
         dist.all_reduce(partial)
         total = partial + residual
         return F.rms_norm(total, (HIDDEN_SIZE,), weight, EPS), total

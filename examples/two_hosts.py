@@ -20,8 +20,8 @@ from allnorm.testing import assert_same_bits
 
 NUM_TOKENS, HIDDEN_SIZE, EPS = 16, 4096, 1e-6
 
-# One GPU per rank if there are enough, otherwise CPU ranks. torchrun sets the variables. The
-# ranks of a host are numbered from 0 by LOCAL_RANK, and so are its GPUs.
+# One GPU per rank if there are enough, otherwise CPU ranks. torchrun sets the variables. LOCAL_RANK
+# numbers the ranks of a host from 0, like its GPUs.
 world_size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
 gpu = torch.cuda.device_count() >= local_size
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")

@@ -32,7 +32,7 @@ def pyenv_versions() -> list[pathlib.Path]:
 
 
 def runs(path: str, minor: int) -> bool:
-    """Returns whether the file runs CPython 3.`minor`; the version of a shim may be missing."""
+    """Returns whether the file runs CPython 3.`minor`; a pyenv shim may lack that version."""
     code = "import sys; print(sys.implementation.name, *sys.version_info[:2])"
     command = [path, "-I", "-c", code]
     # Remove variables of an outer environment that would select a different interpreter.

@@ -134,7 +134,7 @@ def make_prompts(model: str, count: int, length: int) -> list[list[int]]:
 def latency(
     generate: Generate, prompts: list[list[int]], tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Times one batch."""
+    """Times the generation of one batch."""
     generate(prompts, min(8, tokens))
     generate(prompts, 1)
     whole, first = [], []
@@ -168,7 +168,7 @@ def kernel_counts(entries: Sequence[Sequence[Any]], passes: int) -> dict[str, An
 
 
 def emit(options: argparse.Namespace, row: dict[str, Any]) -> None:
-    """Appends a row to the file of results, and prints it without its tokens."""
+    """Appends a row to the results file, and prints it without its tokens."""
     with open(options.json, "a") as file:
         file.write(json.dumps(row) + "\n")
     shown = {key: value for key, value in row.items() if key not in ("tokens", "prompt")}

@@ -14,7 +14,7 @@ DIR must have a config.json; weights are not read. Arms:
     nccl      like unfused, with reductions by NCCL
     allnorm   SGLang with this package's plugin
 
-The backend of the fusion is always `trtllm`: others may use NVLink multicast.
+The fusion's backend is always `trtllm`, because other backends may use NVLink multicast.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def environment(arm: str) -> dict[str, str]:
 
 
 class Engine:
-    """SGLang's engine, with calls of functions in its ranks."""
+    """SGLang's engine, with a method to call functions on its ranks."""
 
     def __init__(self, options: argparse.Namespace, batches: list[int], folder: str) -> None:
         os.environ["SGLANG_LATENCY_DIR"] = folder  # inherited by the engine's processes
@@ -77,7 +77,7 @@ class Engine:
             "cuda_graph_bs_prefill": sorted({batch * options.input for batch in batches}),
             "mem_fraction_static": options.memory,
             "custom_weight_loader": list(sglang_worker.LOADERS),
-            "enable_metrics": True,  # provides the times of tokens
+            "enable_metrics": True,  # provides token times
             "log_level": "info",
         }
         if options.layers:
@@ -113,7 +113,7 @@ class Engine:
         return made
 
     def on_ranks(self, function: str) -> None:
-        """Calls a function of sglang_worker.py in every rank."""
+        """Calls a function of sglang_worker.py on every rank."""
         done, message = self._engine.update_weights_from_tensor([], f"sglang_worker.{function}")[:2]
         if not done:
             raise RuntimeError(f"{function}: {message}")
@@ -147,7 +147,7 @@ def decode_seconds(outputs: list[dict[str, Any]]) -> float | None:
 
 
 def run_arm(options: argparse.Namespace, folder: str) -> None:
-    """Builds the engine, measures, appends rows."""
+    """Builds the engine, measures its latency and appends rows."""
     batches = [int(b) for b in options.batch.split(",")]
     began = time.perf_counter()
     engine = Engine(options, batches, folder)

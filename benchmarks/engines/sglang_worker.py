@@ -1,8 +1,8 @@
 """Functions that sglang_latency.py runs in SGLang's ranks, as custom weight loaders.
 
-SGLang calls a custom loader in every rank with the model. These loaders receive no weights: one
-makes up weights, the others inspect the rank. They write their results as one JSON file per rank
-to the folder `SGLANG_LATENCY_DIR`.
+SGLang calls a custom loader with the model on every rank. These loaders receive no weights: one
+fills in random weights, the others inspect the rank. They write their results as one JSON file per
+rank to the folder `SGLANG_LATENCY_DIR`.
 """
 
 from __future__ import annotations

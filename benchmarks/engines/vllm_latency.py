@@ -46,7 +46,7 @@ NO_MULTICAST_OF_VLLM = {
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
 HERE = pathlib.Path(__file__).resolve().parent
-# Starts a command as on a separate host; allnorm and vLLM identify hosts by their shared memory.
+# Starts a command as if on a separate host; allnorm and vLLM identify hosts by their shared memory.
 ON_A_HOST = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs host /dev/shm && exec "$@"', "host")
 # NCCL identifies hosts by NCCL_HOSTID; within a host it uses NVLink.
 OVER_LOOPBACK = {
@@ -54,7 +54,7 @@ OVER_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-# `quantization_config` of FP8 checkpoints, by quantization of activations.
+# Maps the quantization of activations to the `quantization_config` of FP8 checkpoints.
 FP8 = {
     "static": {"quant_method": "fp8", "activation_scheme": "static"},
     "per_token": {"quant_method": "fp8", "activation_scheme": "dynamic"},
@@ -112,10 +112,10 @@ def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> di
         "max_num_seqs": most,
         "max_num_batched_tokens": max(2048, most * options.input),
         "enable_prefix_caching": False,
-        "disable_log_stats": False,  # provides the times of tokens
+        "disable_log_stats": False,  # provides token times
         "gpu_memory_utilization": options.memory,
         "compilation_config": compilation,
-        # Dense models have nothing to tune there.
+        # FlashInfer has nothing to tune in dense models.
         "kernel_config": {"enable_flashinfer_autotune": False},
         "worker_extension_cls": "vllm_worker.WorkerTools",
     }
@@ -149,7 +149,7 @@ def engine(options: argparse.Namespace, arm: str, batches: list[int]) -> Any:
 
 
 def be_host(options: argparse.Namespace) -> None:
-    """Selects the GPUs of this host; the first host starts the others."""
+    """Selects this host's GPUs; the first host starts the other hosts."""
     gpus = options.tp // options.hosts
     first = options.host * gpus
     os.environ.update(OVER_LOOPBACK, NCCL_HOSTID=f"host{options.host}")
@@ -161,7 +161,7 @@ def be_host(options: argparse.Namespace) -> None:
 
 
 def serve_host(options: argparse.Namespace, batches: list[int]) -> None:
-    """Runs the workers of a host that is not the first, as `vllm serve --headless` does."""
+    """Runs the workers of a host other than the first, like `vllm serve --headless`."""
     from vllm import EngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -171,7 +171,7 @@ def serve_host(options: argparse.Namespace, batches: list[int]) -> None:
 
 
 def run_arm(options: argparse.Namespace) -> None:
-    """Builds the engine, measures, appends rows."""
+    """Builds the engine, measures its latency and appends rows."""
     arm, batches = options.arm, [int(b) for b in options.batch.split(",")]
     began = time.perf_counter()
     if options.hosts > 1:
@@ -220,7 +220,7 @@ def generate(
 
 
 def timed(llm: Any) -> latency.Generate:
-    """Returns a `latency.Generate` of this engine."""
+    """Returns a `latency.Generate` for this engine."""
 
     def call(prompts: list[list[int]], tokens: int) -> latency.Generation:
         seconds, outputs = generate(llm, prompts, tokens)

@@ -1,4 +1,4 @@
-"""Determines the rounding mode of vLLM's compiled norm: counts different elements per mode.
+"""Determines the rounding mode of vLLM's compiled norm: counts differing elements per mode.
 
 Compiles vLLM's native norm (vllm.ir, provider "native") with Inductor, and runs allnorm's add +
 norm in every mode on the same rows. Needs one GPU and vLLM.

@@ -10,7 +10,7 @@ import weights
 
 
 class WorkerTools:
-    """A mixin of vLLM's worker (worker_extension_cls); it is imported from PYTHONPATH."""
+    """A mixin for vLLM's worker (worker_extension_cls), imported from PYTHONPATH."""
 
     def fill_weights(self, seed: int = 0) -> int:
         """Fills the dummy weights; returns the number of filled tensors."""

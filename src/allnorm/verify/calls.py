@@ -1,7 +1,7 @@
 """Calls of every kind: `run_cases` compares them with the reference, `Cases` draws random ones.
 
-`case.py` defines a call, and `corners.py` is a table of named ones. The checks and soaks of
-`allnorm verify` and the tests use all of them.
+`case.py` defines a call, and `corners.py` holds a table of named calls. All of them are used by the
+tests, and by the checks and soaks of `allnorm verify`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BURST = 48
 
 
 class _Placed:
-    """The tensors of a call on this rank, placed according to its Memory, and its results."""
+    """One call's tensors on this rank, laid out as its Memory describes, and its results."""
 
     def __init__(self, case: Case, comm: allnorm.Communicator) -> None:
         self.case, self.comm, memory = case, comm, case.memory
@@ -96,11 +96,11 @@ class _Placed:
         return ((n, tensor) for n, tensor in self.given.items() if n != "scale_out")
 
     def call(self) -> None:
-        """Makes the call."""
+        """Runs the call."""
         self.result = self.case.method(self.comm)(self.x, **self.arguments)
 
     def wrong(self) -> list[str]:
-        """Describes what is wrong with the results and with the memory around them."""
+        """Describes the errors in the results and in the memory around them."""
         case, given = self.case, self.given
         if "normed_out" in given:
             case = case.but(return_normed=True)
@@ -135,7 +135,7 @@ class _Placed:
 
 
 def _around(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of the storage of a view, with zeros in place of the view."""
+    """Returns a copy of a view's storage as bytes, with the view's own elements zeroed."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     whole = whole.set_(tensor.untyped_storage()).clone()
     where = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -150,7 +150,7 @@ def can_run(
     dtype: torch.dtype,
     sharded: bool = False,
 ) -> bool:
-    """Returns whether an algorithm must run, by the contract; otherwise the call is refused."""
+    """Returns whether the contract requires the algorithm to run; otherwise it must be refused."""
     if algorithm in ("auto", "unfused") or comm.world_size == 1:
         return True
     if len(comm.islands) > 1:
@@ -165,7 +165,7 @@ class Outcome:
     """The outcome of a call on this rank."""
 
     case: Case
-    wrong: str  # what is wrong with results and memory; "" if nothing is
+    wrong: str  # errors in the results and memory; "" if none
     digest: int  # hash of the results that ranks must agree on; 0 if the call was refused
 
 
@@ -174,7 +174,7 @@ def outcomes(
     cases: Sequence[Case],
     pause: Callable[[], None] = lambda: None,
 ) -> Iterator[Outcome]:
-    """Makes the calls in bursts without barriers, and compares results and memory. Collective.
+    """Runs the calls in bursts without barriers, and compares results and memory. Collective.
 
     `pause` runs before each call.
     """
@@ -199,11 +199,11 @@ def run_cases(
     cases: Sequence[Case],
     pause: Callable[[], None] = lambda: None,
 ) -> tuple[int, list[str]]:
-    """Makes the calls as `outcomes` does.
+    """Runs the calls like `outcomes`, and also compares the results of all ranks.
 
     Returns:
-        The number of calls that ran, and what was wrong, equal on every rank. Ranks must agree on
-        results bit for bit, including payloads of NaN.
+        The number of calls that ran, and the errors found; both are equal on every rank. Ranks must
+        agree on results bit for bit, except for the payloads of NaNs.
     """
     mine = list(outcomes(comm, cases, pause))
     every = gather([(one.wrong, one.digest) for one in mine])
@@ -217,7 +217,7 @@ def run_cases(
 
 
 def _not_refused(case: Case, comm: allnorm.Communicator) -> str:
-    """Describes what is wrong with a refusal, which must name the algorithm."""
+    """Returns an error unless the call is refused with a message that names the algorithm."""
     try:
         case.run(comm)
     except allnorm.UnsupportedError as error:
@@ -226,7 +226,7 @@ def _not_refused(case: Case, comm: allnorm.Communicator) -> str:
 
 
 def _other_plan(case: Case, comm: allnorm.Communicator) -> list[str]:
-    """Describes how the plan of a call differs from the algorithm that the call names."""
+    """Describes how a call's plan differs from the algorithm that the call requests."""
     if case.algorithm == "auto" or comm.world_size == 1 or case.op != "norm":
         return []
     plan = comm.plan(
@@ -237,9 +237,10 @@ def _other_plan(case: Case, comm: allnorm.Communicator) -> list[str]:
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> int:
-    """Hashes the bits of results; all NaNs count as equal, because their payloads are free.
+    """Hashes the bits of results; all NaNs count as equal, because payloads are unspecified.
 
-    On GPUs a rank sends a different NaN in place of the "empty" word, and keeps its own.
+    On GPUs, a rank that sends a NaN equal to the "empty" word sends a different NaN instead, but
+    keeps its own.
     """
     digest = hashlib.blake2b(digest_size=7)
     for tensor in tensors:
@@ -267,11 +268,11 @@ def specs(hidden_size: int, where: torch.device | str = "cpu") -> list[Quant]:
 
 
 class Cases:
-    """Draws random cases from everything that the API offers.
+    """Draws random cases that cover the whole API.
 
-    Every value of a field is drawn before any is drawn again, so that a hundred cases reach all.
-    The state of `rng` is equal on all ranks. No case has more than `max_elems` elements. Given
-    scales are on the device `where`.
+    For each field, every value is drawn once before any value is repeated, so a hundred cases cover
+    all values. The state of `rng` is equal on all ranks. No case has more than `max_elems`
+    elements. Scales given by the caller are on the device `where`.
     """
 
     def __init__(
@@ -347,7 +348,7 @@ class Cases:
         return case.possible()
 
     def _spec(self, hidden_size: int) -> Quant:
-        """Draws a spec; sizes and layouts are separate, so that each size meets each layout."""
+        """Draws a spec; draws size and layout independently, so that every combination occurs."""
         kind = self._deal("quant", ("group", "group", "group", "token", "tensor", "mx", "nv", "nv"))
         if kind == "group":
             fitting = [size for size in GROUP_SIZES if hidden_size % size == 0]
@@ -394,7 +395,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def algorithms(case: Case, comms: Sequence[allnorm.Communicator]) -> set[str]:
-    """Returns the algorithms that would run such a call; "unfused" where the named one cannot."""
+    """Returns the algorithms that would run the call; "unfused" if the requested one cannot."""
     return {_algorithm(case, comm) for comm in comms}
 
 

@@ -1,4 +1,4 @@
-"""A call of any kind that the API offers: its inputs, how to make it, and its expected results."""
+"""A test case: one call of the API, with its inputs and its expected results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Results = dict[str, torch.Tensor]
 
 
 def _expression(value: Any) -> str:
-    """Returns the expression for a value of one of these classes, without its defaults."""
+    """Returns the expression that creates this value, without fields that have their defaults."""
     given = (
         f"{f.name}={getattr(getattr(value, f.name), '__name__', None) or getattr(value, f.name)!r}"
         for f in fields(value)
@@ -44,7 +44,7 @@ def _expression(value: Any) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """The layout of the rows of a tensor in memory that is filled with other numbers."""
+    """The layout of a tensor's rows in a larger buffer, which is filled with other numbers."""
 
     pad: int = 0  # elements between two rows
     offset: int = 0  # elements before the first row
@@ -73,7 +73,7 @@ class Layout:
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """The memory of the tensors of a call."""
+    """The memory layout of a call's tensors."""
 
     x: Layout = Layout()  # layout of this rank's rows
     residual: Layout = Layout()  # layout of the residual
@@ -90,7 +90,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Experts:
-    """The rows of experts in place of `x`."""
+    """A description of expert rows, which replace `x` as the input."""
 
     top_k: int = 2  # rows per token
     weighted: bool = True  # whether rows have weights
@@ -122,7 +122,7 @@ class Experts:
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """A call and its inputs, which depend only on these values, on every rank."""
+    """A call and its inputs. Every rank can compute all ranks' inputs from these fields alone."""
 
     shape: tuple[int, ...] = (3, 4096)  # shape of `x`; for "all_gather_rows" of all rows
     dtype: torch.dtype = torch.bfloat16
@@ -134,18 +134,18 @@ class Case:
     algorithm: str = "auto"
     # kind of values: "normal", one of VALUES, "equal_rows", or "word 0x..." for one repeated word
     kind: str = "normal"
-    call: int = 0  # number of the call, which makes its values distinct
+    call: int = 0  # call number; each number gives different values
     quant: Quant | None = None
     return_normed: bool = False  # whether a quantized call returns the normed rows too
     sharded: bool = False  # whether each rank holds only its own rows of the residual
     post_norm: bool = False
     scale: float = 1.0
     second_norm: bool = True  # whether there is a norm after the residual add
-    # returns the ExpertSum of a rank, in place of `x`
+    # Returns the ExpertSum of a rank, which replaces `x`.
     experts: Callable[[Case, int], allnorm.ExpertSum] | None = None
-    # "norm", "all_reduce", "all_gather_rows", or "local", a norm of the rows of rank 0
+    # "norm", "all_reduce", "all_gather_rows", or "local": the norm of rank 0's rows, on one rank
     op: str = "norm"
-    # numbers at given places: (tensor, index, number) each. Tensors are "weight", "residual", and
+    # Elements to overwrite, each as (tensor, index, number). Tensors are "weight", "residual", and
     # "x0" for the rows of rank 0.
     put: tuple[tuple[str, Any, float], ...] = ()
     memory: Memory = Memory()
@@ -158,7 +158,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """The number of rows of all ranks together."""
+        """The total number of rows."""
         return rows_of(self.shape)
 
     @property
@@ -167,7 +167,7 @@ class Case:
         return self.shape[-1]
 
     def possible(self) -> Case:
-        """Returns a case that the API allows: whole groups, and no conflicting options."""
+        """Returns the case, changed into one that the API allows: whole groups, no conflicts."""
         case = self
         size = _group_size(case.quant)
         case = case.but(shape=(*case.shape[:-1], -(-case.hidden_size // size) * size))
@@ -247,7 +247,7 @@ class Case:
         return self._put("weight", weight)
 
     def post_weight(self) -> torch.Tensor:
-        """Returns the weight of the post norm, in the dtype that the other weight does not have."""
+        """Returns the post norm's weight, in the dtype that the norm's weight lacks."""
         dtype = self.dtype if self.float32_weight else torch.float32
         return shared_input(self.shape[-1:], dtype, "post_norm", device=device())
 
@@ -259,7 +259,7 @@ class Case:
         return allnorm.PostNorm(weight, 2 * self.eps, 1.0 - self.weight_bias)
 
     def spec(self) -> Quant | None:
-        """Returns the spec of the quantization; a given scale is on this rank's device."""
+        """Returns the quantization spec; a given scale is on this rank's device."""
         if isinstance(self.quant, allnorm.Fp8PerTensor):
             return allnorm.Fp8PerTensor(self.quant.scale.to(device()))
         if isinstance(self.quant, allnorm.NvFp4):
@@ -279,7 +279,7 @@ class Case:
     ) -> dict[str, Any]:
         """Returns the arguments that the methods and the reference share.
 
-        Given tensors replace those of the case; the given weight is that of both norms.
+        Given tensors replace the case's tensors. A given weight is used for both norms.
         """
         if weight is None:
             residual, second = self.residual_tensor(), self.weight()
@@ -304,9 +304,9 @@ class Case:
         residual: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Returns the arguments after `x` of the method that makes this call.
+        """Returns the arguments that follow `x` in the call.
 
-        A sharded call takes its rows of given tensors in place.
+        A sharded call uses views of its own rows of the given tensors.
         """
         if self.op == "all_reduce":
             return {"algorithm": self.algorithm}
@@ -325,7 +325,7 @@ class Case:
         return arguments
 
     def method(self, comm: allnorm.Communicator) -> Any:
-        """Returns the method that makes this call."""
+        """Returns the method or function that this case calls."""
         if self.op == "local":
             return allnorm.add_rms_norm if self.quant is None else allnorm.add_rms_norm_quant
         if self.op != "norm":
@@ -340,7 +340,7 @@ class Case:
         return self.op in ("norm", "local")
 
     def run(self, comm: allnorm.Communicator, **more: Any) -> Any:
-        """Makes the call; returns (normed, residual), a QuantizedNorm, or a tensor."""
+        """Runs the call; returns (normed, residual), a QuantizedNorm, or a tensor."""
         arguments = {**self.call_arguments(comm), **more}
         return self.method(comm)(self.x_of(comm), **arguments)
 
@@ -352,10 +352,10 @@ class Case:
         weight: torch.Tensor,
         **out: Any,
     ) -> Results:
-        """Makes the call on tensors other than the case's; returns before CUDA has run it.
+        """Runs the call on the given tensors; does not wait for CUDA.
 
-        `residual` has all rows, also for a sharded call. `weight` is that of both norms. `out` are
-        preallocated results, by the argument names of the method.
+        `residual` has all rows even if the call is sharded. `weight` is used for both norms. `out`
+        maps argument names of the method to preallocated results.
         """
         given: Any = x if self.experts is None else _as_experts(x)
         if self.op == "all_gather_rows":
@@ -371,7 +371,7 @@ class Case:
         weight: torch.Tensor,
         in_place: bool = False,
     ) -> Results:
-        """Makes the call as `run_on` does, and gathers the rows of a sharded residual.
+        """Runs the call like `run_on`, then gathers the rows of a sharded residual.
 
         With `in_place`, results overwrite `x` and `residual` where possible.
         """
@@ -389,7 +389,7 @@ class Case:
     # ---- what it must return ----
 
     def expected(self, world_size: int, islands: Any = None) -> Any:
-        """Returns the reference's results of the call, with all rows of the residual."""
+        """Returns the reference's results for the call, with all rows of the residual."""
         xs = self.xs(world_size)
         if self.op == "all_reduce":
             return reference.all_reduce(xs, islands=islands)
@@ -408,7 +408,7 @@ class Case:
     def expected_of(
         self, reduced: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> Results:
-        """Returns the reference's results of the call on tensors other than the case's.
+        """Returns the reference's results for the given tensors.
 
         `reduced` is the sum over the ranks. Normed rows are always included.
         """
@@ -422,7 +422,7 @@ class Case:
         )
 
     def result_key(self) -> tuple[Any, ...]:
-        """Returns a key that is equal for cases with equal results for equal rows."""
+        """Returns a key that is equal for two cases if they compute the same results for a row."""
         if self.op == "all_reduce":
             return (self.op,)
         # The layout does not change the numbers of the scales.
@@ -434,7 +434,7 @@ class Case:
         return (*options, quant, self.post_norm, self.scale, self.second_norm)
 
     def named(self, result: Any) -> Results:
-        """Returns the results by name: scales by rows, and only computed ones."""
+        """Returns the existing results by name, with scales in row order."""
         if self.op != "norm":
             return {"reduced" if self.op == "all_reduce" else "rows": result}
         if self.quant is None:
@@ -450,7 +450,7 @@ class Case:
         return {name: part for name, part in found.items() if part is not None}
 
     def _scale_by_rows(self, result: allnorm.QuantizedNorm) -> torch.Tensor:
-        """Returns the scales by rows; of tiles with the padding of each row."""
+        """Returns the scales in row order; tiled scales keep each row's padding."""
         num_tokens = rows_of(result.quantized.shape)
         assert self.quant is not None
         geometry = scale_geometry(self.quant, num_tokens, self.hidden_size)
@@ -459,7 +459,7 @@ class Case:
         return swizzled_rows(result.scale, geometry.tiles)[:num_tokens]
 
     def check(self, comm: allnorm.Communicator) -> Any:
-        """Makes the call and compares all results with the reference.
+        """Runs the call and compares all results with the reference.
 
         Raises:
             AssertionError: a result differs from the reference.
@@ -469,7 +469,7 @@ class Case:
         return results
 
     def compare(self, comm: allnorm.Communicator, *results: torch.Tensor | None) -> None:
-        """Compares the results of this rank with the reference.
+        """Compares this rank's results with the reference.
 
         Raises:
             AssertionError: a result differs from the reference.
@@ -481,7 +481,7 @@ class Case:
     def wrong(
         self, comm: allnorm.Communicator, results: Sequence[torch.Tensor | None]
     ) -> list[str]:
-        """Describes what is wrong with the results of this rank."""
+        """Describes the errors in this rank's results."""
         expected = self.expected(comm.world_size, comm.islands)
         listed: tuple[str, ...] = ("normed", "residual_out")
         if not self.has_norm:
@@ -539,7 +539,7 @@ def _of_word(word: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 
 def _as_experts(x: torch.Tensor) -> allnorm.ExpertSum:
-    """Returns choices with the sum `x`, bit for bit, if its numbers can be halved exactly."""
+    """Returns an ExpertSum whose sum is exactly `x`, if its numbers can be halved exactly."""
     token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     index = torch.stack((token, torch.full_like(token, -1), token), dim=1)
     weights = torch.full(index.shape, 0.5, device=x.device)

@@ -30,7 +30,7 @@ Normed = tuple[torch.Tensor, torch.Tensor]
 
 
 def combinations(context: Context, recorder: Recorder) -> None:
-    """Checks dtypes, shapes, rounding modes and algorithms with the reference: all or a sample."""
+    """Checks combinations of dtype, shape, rounding mode and algorithm: all, or a random sample."""
     shapes = _shapes(context)
     began, checked = time.monotonic(), 0
     for dtype, hidden_size, num_tokens in shapes:
@@ -97,7 +97,7 @@ def batch_invariance(context: Context, recorder: Recorder) -> None:
 
 
 def two_communicators(context: Context, recorder: Recorder) -> None:
-    """Checks calls on two communicators in turn, with different shapes and algorithms."""
+    """Checks calls that alternate between communicators, with different shapes and algorithms."""
     islands = context.comm.islands
     with allnorm.Communicator(
         device=context.comm.device, numerics="vllm", islands=islands
@@ -130,8 +130,9 @@ def _by_each_algorithm(
 ) -> None:
     """Checks the fused norm of a batch with each algorithm that can run it.
 
-    `expected` is by default the reference of the batch. With `whole_rows`, the algorithms are those
-    that can run a batch of that many rows, of which this one is a part.
+    `expected` defaults to the reference's results for the batch. With `whole_rows`, the batch is a
+    part of a larger one with that many rows, and the algorithms are those that can run the larger
+    one.
     """
     num_tokens, hidden_size = batch.residual.shape
     dtype = batch.residual.dtype
@@ -154,7 +155,7 @@ def _reference(context: Context, batch: Batch, numerics: str = "rounded") -> Nor
 
 
 def corners(name: str, context: Context, recorder: Recorder) -> None:
-    """Checks the corner cases that belong to a check, on the islands of this run."""
+    """Runs the corner cases of one check, on this run's islands."""
     for corner in CORNERS.values():
         tested = corner.cpu if context.job.device == "cpu" else corner.gpu
         if corner.check != name or corner.policy or not tested:
@@ -184,7 +185,7 @@ def _compare(
     expected: Results,
     digest: bool = True,
 ) -> None:
-    """Compares results by name, and scales with their padding rows."""
+    """Compares results by name; scales include their padding rows."""
     parts, wanted = (
         [with_padding(part, spec) if name == "scale" else part for name, part in results.items()]
         for results in (got, {name: expected[name] for name in got})
@@ -216,7 +217,7 @@ def graph_replay(context: Context, recorder: Recorder) -> None:
 def _capture(
     context: Context, num_tokens: int, hidden_size: int
 ) -> tuple[torch.cuda.CUDAGraph, Batch, dict[str, Normed]]:
-    """Returns a graph of one call with each algorithm, its inputs, and its results by algorithm."""
+    """Returns a graph with one call per algorithm, its inputs, and its results by algorithm."""
     static = context.batch(num_tokens, hidden_size, torch.bfloat16)
     algorithms = context.algorithms(num_tokens, hidden_size, torch.bfloat16)
     if context.job.shared_gpus:
@@ -229,7 +230,7 @@ def _capture(
 
 
 def quantized_graph_replay(context: Context, recorder: Recorder) -> None:
-    """Checks a graph of all other kinds of calls, with new inputs and a new static scale."""
+    """Checks a graph of all calls except plain norms, with new inputs and a new static scale."""
     comm = context.comm
     static = context.batch(35, 2944, torch.bfloat16)
     cases = [Case((35, 2944), **change) for change in CHANGES]

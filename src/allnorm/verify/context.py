@@ -1,4 +1,4 @@
-"""The input of every check, and the record of its results."""
+"""The context that every check receives, and the record of its results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Context:
 
     @property
     def exchanges_over_gloo(self) -> bool:
-        """Returns whether islands exchange through the host, which cannot be captured."""
+        """Returns whether islands exchange through host memory, which a graph cannot capture."""
         return self.job.shared_gpus and len(self.comm.islands) > 1
 
     def batch(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Batch:
@@ -78,7 +78,7 @@ class Context:
         return algorithm in ("auto", plan.algorithm)
 
     def run(self, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes the fused call on this rank's part of a batch."""
+        """Runs the fused call on this rank's inputs of a batch."""
         x = batch.xs[self.comm.rank]
         return self.comm.all_reduce_add_rms_norm(x, batch.residual, batch.weight, EPS, **options)
 
@@ -89,9 +89,9 @@ class Recorder:
 
     name: str  # name of the check
     cases: int = 0  # number of cases so far
-    # The number of each case that failed on this rank, and what was wrong.
+    # Number and error of each case that failed on this rank.
     failures: list[tuple[int, str]] = field(default_factory=list)
-    # The number of a case, and the digest of one of this rank's results.
+    # Case number of each digest, and the digest of one of this rank's results.
     digests: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     note: str = ""  # shown next to the result
     figures: dict[str, Any] = field(default_factory=dict)  # further fields of the JSON row
@@ -105,7 +105,7 @@ class Recorder:
         names: Sequence[str] = ("normed", "residual_out"),
         digest: bool = True,
     ) -> None:
-        """Counts a case; it fails unless every tensor has the expected bits.
+        """Counts a case, which fails unless every tensor has the expected bits.
 
         With `digest`, the ranks' results are compared with each other too. Do not use it for
         results with NaN, because payloads may differ.
@@ -120,13 +120,13 @@ class Recorder:
             self.digests += [(self.cases - 1, _digest(value)) for value in got]
 
     def count(self, failure: str) -> None:
-        """Counts a case; it failed if `failure` is not empty."""
+        """Counts a case, which failed if `failure` is not empty."""
         if failure:
             self.failures.append((self.cases, failure))
         self.cases += 1
 
     def finish(self) -> dict[str, Any]:
-        """Returns what all ranks found together, equal on every rank. Collective."""
+        """Returns the check's record over all ranks, equal on every rank. Collective."""
         values = torch.stack([d for _, d in self.digests]).tolist() if self.digests else []
         found: dict[int, str] = {}
         for rank, failures in enumerate(gather(self.failures)):

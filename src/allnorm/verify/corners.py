@@ -1,7 +1,7 @@
-"""A table of named corner cases: special calls that random ones would miss.
+"""A table of named corner cases: special calls that random cases would miss.
 
-Tests run each corner with the world sizes of its row, `allnorm verify` with its own ranks. A defect
-that only a certain call shows gets a row here.
+Tests run each corner with the numbers of ranks in its row; `allnorm verify` runs it with its own
+ranks. A bug that shows only in one particular call gets a row here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Cases = tuple[Case, ...]
 
 @dataclass(frozen=True)
 class Corner:
-    """Calls that are special in the same way."""
+    """A group of special calls that test the same thing."""
 
     check: str  # check of `allnorm verify` that makes the calls
     cases: Cases
@@ -47,7 +47,7 @@ def every(**axes: Any) -> Cases:
 
 
 def varied(cases: Sequence[Case], **decks: Sequence[Any]) -> Cases:
-    """Returns the cases with further fields drawn at random, equal on every rank."""
+    """Returns the cases with additional fields set at random, equally on every rank."""
     draw = random.Random(len(cases))
     return tuple(
         case.but(**{name: draw.choice(values) for name, values in decks.items()}, call=index)
@@ -56,13 +56,13 @@ def varied(cases: Sequence[Case], **decks: Sequence[Any]) -> Cases:
 
 
 def with_rows(tokens: Sequence[int], cases: Sequence[Case]) -> Cases:
-    """Returns the cases with these numbers of rows, in turn."""
+    """Returns the cases with their numbers of rows taken from `tokens` in rotation."""
     turns = itertools.cycle(tokens)
     return tuple(case.but(shape=(next(turns), case.hidden_size)) for case in cases)
 
 
 def possible(cases: Sequence[Case]) -> Cases:
-    """Returns the cases without conflicting options."""
+    """Returns the cases, with conflicting options resolved."""
     return tuple(case.possible() for case in cases)
 
 
@@ -124,20 +124,20 @@ PAIRS = _blocks(2, 4)
 
 
 def _index(case: Case, *rows: Sequence[int]) -> torch.Tensor:
-    """Returns an index with the same choices for every token, or with `rows` in turn."""
+    """Returns an index; token i chooses `rows[i]`, starting over after the last of `rows`."""
     chosen = [rows[token % len(rows)] for token in range(case.num_tokens)]
     return torch.tensor(chosen, dtype=torch.int32, device=device())
 
 
 def unused_nan(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Returns rows with a NaN in one that no token uses."""
+    """Returns expert rows with NaN in a row that no token uses."""
     rows = case.rows(rank, 5).clone()
     rows[3] = torch.nan
     return allnorm.ExpertSum(rows, None, _index(case, (0, 4, 2, -1)))
 
 
 def no_rows(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Returns no rows on rank 0."""
+    """Returns an ExpertSum that has no rows on rank 0."""
     index = _index(case, (-1, 3) if rank else (-1, -1))
     return allnorm.ExpertSum(case.rows(rank, 4 if rank else 0), None, index)
 
@@ -168,20 +168,20 @@ def negated(case: Case, rank: int) -> allnorm.ExpertSum:
 
 
 def repeated(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Returns one index for all tokens, and rows of stride 0."""
+    """Returns one index shared by all tokens, and rows of stride 0."""
     index = _index(case, (2, 2, 0))[:1].expand(case.num_tokens, 3)
     return allnorm.ExpertSum(case.rows(rank, 1).expand(3, case.hidden_size), None, index)
 
 
 def padding(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Returns NaN as weights of tokens without experts."""
+    """Returns NaN weights for tokens without experts."""
     weights = torch.full((case.num_tokens, 2), torch.nan, device=device())
     weights[::2] = 0.5
     return allnorm.ExpertSum(case.rows(rank, 2), weights, _index(case, (0, 1), (-1, -1)))
 
 
 def no_such_row(case: Case, rank: int) -> allnorm.ExpertSum:
-    """Returns invalid indices on one rank, whose tokens become NaN."""
+    """Returns invalid indices on one rank; the tokens that have them become NaN."""
     index = _index(case, (0, 1))
     if rank == 1:
         index[1, 0], index[2, 1], index[4, 1] = 2, -2, 2**31 - 1
@@ -197,7 +197,7 @@ INCIDENTS: list[Any] = [
 
 
 def _over_islands(tokens: Sequence[int], hidden_sizes: Sequence[int]) -> Cases:
-    """Returns calls by both algorithms, with both kinds of residual; other fields are drawn."""
+    """Returns calls with both algorithms and both kinds of residual; other fields are random."""
     axes = {"sharded": BOTH, "algorithm": list(BETWEEN_ISLANDS), "dtype": DTYPE_LIST}
     return possible(
         varied(

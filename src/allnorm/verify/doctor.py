@@ -1,4 +1,4 @@
-"""A quick check: whether a call is right, and how long it takes."""
+"""A quick check of one call's results, and of how long calls take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EPS = 1e-5
 
 
 def run(rank: int, world_size: int, device_type: str) -> dict[str, Any]:
-    """Creates a communicator, checks a call and times three. Collective.
+    """Creates a communicator, checks one call and times three others. Collective.
 
     Returns:
         A dict, equal on every rank: `create_s`, `error` ("" if the call was right), `old_code` (the
@@ -86,9 +86,10 @@ def _check(comm: allnorm.Communicator) -> str:
 
 
 def has_old_code(comm: allnorm.Communicator) -> bool:
-    """Returns whether kernels compiled for an older GPU run on one with clusters of blocks.
+    """Returns whether a GPU with block clusters runs kernels compiled for an older GPU.
 
-    The driver translates them, but they launch without clusters, which limits the width of a row.
+    The driver translates these kernels, but they launch without clusters, which limits the row
+    width.
     """
     if comm.device.type != "cuda" or torch.cuda.get_device_capability(comm.device) < (9, 0):
         return False

@@ -1,6 +1,6 @@
-"""Faults of one rank, and what its peers notice of them, after how long.
+"""Fault tests: one rank fails, and its peers must raise the right error in time.
 
-`run` starts ranks and provokes each fault in them; `provoke` is what runs there.
+`run` starts the ranks and provokes each fault; `provoke` is the function that runs on each rank.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from allnorm.testing import (
 )
 from allnorm.verify.case import Case, Results
 
-SLACK_SECONDS = 1.0  # time to notice a fault after the timeout, or an exit without a timeout
+SLACK_SECONDS = 1.0  # time to notice a fault, after the timeout or after an exit
 _RUN_SECONDS = 120.0
 _SHARED_MEMORY = Path("/dev/shm")
 _WORKSPACE_BYTES = 4 << 20
 # Repeated calls alternate between these inputs, so that stale memory does not look like a result.
 _IN_TURN = (0, 1)
 _GOOD_CALLS = 3
-_LATE_SECONDS = 5.0  # after the timeout; then a fault counts as unnoticed
+_LATE_SECONDS = 5.0  # how long after the timeout a fault counts as unnoticed
 _POLL_SECONDS = 1e-3
 _KILL_AFTER_SECONDS = 0.2  # how long a rank makes calls before it is killed
-# Communicators of an absent rank: closing them would tell its peers that it does not come.
+# Communicators of a rank that skips a call. They stay open, because closing them would tell the
+# peers that the rank left.
 _kept: list[allnorm.Communicator] = []
 
 
@@ -62,7 +63,7 @@ CALLS_BETWEEN_ISLANDS = {
     "sharded": replace(_ONE_SHOT, algorithm="hierarchical", sharded=True),
     "quantized": replace(ALGORITHMS["quantized"], algorithm="hierarchical"),
 }
-# What a rank changes in its call, so that it diverges from its peers.
+# The fields that a rank changes in its call to diverge from its peers.
 DIVERGENCES: dict[str, dict[str, Any]] = {
     "different num_tokens": {"shape": (23, 1024)},
     "different hidden_size": {"shape": (24, 2048)},
@@ -112,8 +113,9 @@ def run(
 ) -> list[Row]:
     """Provokes every fault with every algorithm it applies to; the last rank fails.
 
-    Only faults with one of `words` in their names run, if there are any. `on_message` takes a rank
-    and its progress: `text`, `done` and `total`. Ranks form islands of `island_size`, if given.
+    If `words` is not empty, only faults whose names contain one of these words run. `on_message`
+    takes a rank and its progress: `text`, `done` and `total`. If `island_size` is not 0, ranks form
+    islands of that size.
 
     Returns:
         A row per fault and algorithm: `fault`, `algorithm`, `seconds` (of the slowest rank), `saw`
@@ -161,12 +163,12 @@ def _provoke(pool: RankPool, fault: str, algorithm: str, timeout_s: float, islan
 
 
 def _left_by(pids: Iterable[int]) -> list[str]:
-    """Returns the names of shared memory that these processes have left behind."""
+    """Returns the names of shared-memory files that these processes left behind."""
     return sorted(path.name for pid in pids for path in _SHARED_MEMORY.glob(f"allnorm-{pid}-*"))
 
 
 def _problems(seen: list[Row | None], fault: str, culprit: int, limit_s: float) -> list[str]:
-    """Describes what each rank should have seen and did not."""
+    """Describes how the ranks' observations differ from the expected ones."""
     expected = expected_errors(fault)
     problems = []
     for rank, one in enumerate(seen):
@@ -193,9 +195,9 @@ def _saw(one: Row) -> str:
 
 
 def applies(fault: str, call: Case) -> bool:
-    """Returns whether a rank can commit a fault while its peers make this call."""
+    """Returns whether this fault can be provoked with this call."""
     if fault not in DIVERGENCES:
-        # A death requires new ranks, so it is provoked once per way that rows travel.
+        # Ranks must be restarted after a death, so it is provoked only with unquantized calls.
         return call.quant is None
     if fault == "different algorithm":
         return not call.sharded
@@ -205,7 +207,7 @@ def applies(fault: str, call: Case) -> bool:
 
 
 def goes_on(fault: str, call: Case) -> bool:
-    """Returns whether the communicator stays usable, because ranks compared their calls first."""
+    """Returns whether the communicator stays usable: ranks compare such calls before they run."""
     return fault in DIVERGENCES and call.algorithm in BETWEEN_ISLANDS
 
 
@@ -227,10 +229,10 @@ def provoke(
     timeout_s: float,
     island_size: int,
 ) -> dict[str, Any] | None:
-    """Makes the last rank commit a fault. Collective. Reports the id of this process first.
+    """Provokes a fault on the last rank. Collective. First reports this process's id.
 
     Returns:
-        What this rank saw, or None on the faulty rank if it sees nothing: `error` (its type),
+        The error that this rank saw, or None on the faulty rank if it saw none: `error` (its type),
         `message`, `peer`, `seconds` from the failed call until the error, and `problems`
         (violations of the failure contract).
     """
@@ -254,7 +256,7 @@ def provoke(
         _commit(fault, comms, call)
         return None
     mine = _diverging(call, fault) if culprit and fault in DIVERGENCES else call
-    # If a rank dies among calls, the calls before succeed.
+    # If a rank is killed during repeated calls, the calls before its death succeed.
     seen = _failing_call(comm, mine, timeout_s, repeat=fault == "killed among its calls")
     if goes_on(fault, call):
         seen["problems"] += [] if _is_right(comm, call, 2) else ["the next call gave wrong results"]
@@ -278,7 +280,7 @@ def _communicator(
 
 
 def _commit(fault: str, comms: list[allnorm.Communicator], call: Case) -> None:
-    """Commits a fault in place of the call."""
+    """Commits the fault instead of the call."""
     comm = comms[0]
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -294,7 +296,7 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Case) -> None:
     elif fault == "stopped (SIGSTOP)":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == _ELSEWHERE:
-        # Its own wait there fails too; what it sees does not matter.
+        # This rank's own wait fails too; its error does not matter.
         _failing_call(comms[1], call, comm.timeout.total_seconds(), repeat=False)
     _kept.extend(comms)
 
@@ -310,7 +312,7 @@ def _diverging(call: Case, fault: str) -> Case:
 def _failing_call(
     comm: allnorm.Communicator, call: Case, timeout_s: float, repeat: bool
 ) -> dict[str, Any]:
-    """Makes a call that must fail: on CPU it raises, on CUDA check() does after a kernel failed.
+    """Runs a call that must fail. On CPU it raises; on CUDA, check() raises afterwards.
 
     With `repeat`, it alternates between two sets of inputs until a call fails.
     """
@@ -340,7 +342,7 @@ def _failing_call(
         nothing = {"error": "", "message": "", "peer": -1, "expected": "", "seen": ""}
         return {**nothing, "seconds": seconds, "problems": [problem]}
     _synchronize(comm)
-    # On CUDA a divergence is found apart from the data, all of which may have arrived by then.
+    # On CUDA, divergence is detected separately from the data, all of which may have arrived.
     diverged = isinstance(error, PeerDivergedError)
     expected = _expected(comm, call, inputs[number]) if repeat else None
     if diverged and len(comm.islands) > 1:
@@ -364,7 +366,7 @@ def _failing_call(
 def _not_nan(results: Results, expected: Results | None) -> list[str]:
     """Describes results of a failed call that are neither NaN nor equal to `expected`, if given.
 
-    A rank that dies during a call on CUDA has sent some of its rows, which are right.
+    On CUDA, a rank that dies during a call may have sent some of its rows, which are right.
     """
     problems = []
     for name, part in results.items():
@@ -395,7 +397,7 @@ def _aftermath(comm: allnorm.Communicator, call: Case) -> list[str]:
 
 
 def _fresh(where: torch.device, fault: str, call: Case) -> list[str]:
-    """Checks that a new communicator over the healthy ranks works; returns the problems."""
+    """Checks that a new communicator of the healthy ranks works; returns the problems."""
     group = None
     if fault in DEATHS + ABSENCES:
         healthy = list(range(dist.get_world_size() - 1))
@@ -424,7 +426,7 @@ _RESULT_IN = {"out": "normed", "residual_out": "residual_out", "scale_out": "sca
 
 
 def _inputs(comm: allnorm.Communicator, call: Case, number: int) -> _Inputs:
-    """Returns all ranks' partial sums, the whole residual and the weight; they vary by number."""
+    """Returns all ranks' partial sums, the residual and the weight of call `number`."""
     shape, device = (call.num_tokens, call.hidden_size), comm.device
     weight = shared_input(shape[1:], call.dtype, "weight", device=device)
     return (
@@ -440,7 +442,7 @@ def _call(comm: allnorm.Communicator, call: Case, inputs: _Inputs, **out: Any) -
 
 
 def _expected(comm: allnorm.Communicator, call: Case, inputs: _Inputs) -> Results:
-    """Returns the reference's results of the call on this rank."""
+    """Returns the results that the reference expects on this rank."""
     xs, *shared = inputs
     expected = call.expected_of(reference.all_reduce(xs, islands=comm.islands), *shared)
     if call.sharded:
@@ -450,7 +452,7 @@ def _expected(comm: allnorm.Communicator, call: Case, inputs: _Inputs) -> Result
 
 
 def _is_right(comm: allnorm.Communicator, call: Case, number: int) -> bool:
-    """Makes the call; returns whether all its results match the reference."""
+    """Runs the call; returns whether all its results match the reference."""
     inputs = _inputs(comm, call, number)
     expected = _expected(comm, call, inputs)
     got = _call(comm, call, inputs)
@@ -458,7 +460,7 @@ def _is_right(comm: allnorm.Communicator, call: Case, number: int) -> bool:
 
 
 def _memory_for(comm: allnorm.Communicator, call: Case) -> Results:
-    """Allocates zeros for those results of the call that can be NaN."""
+    """Allocates zeros for the call's results that can hold NaN."""
     if call.op != "norm":
         shape = (call.num_tokens, call.hidden_size)
         return {"out": torch.zeros(shape, dtype=call.dtype, device=comm.device)}

@@ -1,4 +1,4 @@
-"""Starts ranks and runs the checks in them."""
+"""Starts ranks and runs the checks on them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def checks_of(job: Job) -> dict[str, Check]:
 
 
 def full_memory_bytes(world_size: int) -> int:
-    """Estimates the memory of a rank for every combination: the largest, with its reference.
+    """Estimates a rank's memory with --full: its largest call and the reference for it.
 
     Each rank computes the reference of a call in float32, from the inputs of all ranks.
     """

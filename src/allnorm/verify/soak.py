@@ -1,8 +1,8 @@
-"""Soaks: long runs that would show data of a wrong peer, of an older call or of a later one.
+"""Soaks: long runs that detect data from a wrong peer, an older call or a later call.
 
-Calls of every kind run in bursts without host synchronization, eagerly and from CUDA graphs, on two
-communicators in turn. Every rank waits at its own random times. Inputs differ by rank and call, and
-every element of every result is compared with the reference on the device.
+Calls of every kind run in bursts without host synchronization, eagerly and from CUDA graphs,
+alternating between two communicators. Every rank pauses at different random times. Inputs differ by
+rank and call, and every element of every result is compared with the reference on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIRST_ROWS = {"cuda": 1024, "cpu": 96}  # number of rows of a tape at which a c
 _NUM_KINDS = {"cuda": 48, "cpu": 24}  # kinds of calls per section
 _GRAPHS, _CALLS_PER_GRAPH = 5, 16
 _GRAPH_MAX_ELEMS = 1 << 20  # maximum elements of a call in a graph
-_GRAPH_SHARE = 0.04  # share of replays; each replay counts as its calls
+_GRAPH_SHARE = 0.04  # share of graph replays; a replay counts as all of its calls
 _IDLE_SECONDS = {"cuda": 1.5, "cpu": 0.3}
 _IDLE_BEFORE = (0, 20)  # bursts of a section that follow a pause: with a first and a later replay
 
@@ -46,10 +46,10 @@ _IDLE_BEFORE = (0, 20)  # bursts of a section that follow a pause: with a first 
 class _Settings:
     """The settings of the two communicators of a section."""
 
-    wraps: tuple[int, int]  # operation number that each crosses
-    early_trigger: tuple[bool, bool]  # setting of each
-    dependent_launch: tuple[bool, bool]  # setting of each
-    workspace_bytes: int | None  # setting of both; small workspaces cut calls into chunks
+    wraps: tuple[int, int]  # for each: the operation number that it crosses
+    early_trigger: tuple[bool, bool]  # for each
+    dependent_launch: tuple[bool, bool]  # for each
+    workspace_bytes: int | None  # for both; small workspaces cut calls into chunks
 
 
 _SECTIONS = (
@@ -61,7 +61,7 @@ _SECTIONS = (
 
 
 def soak(context: Context, recorder: Recorder) -> None:
-    """Makes `job.stress` calls or a few more, in sections with new communicators and kinds."""
+    """Runs at least `job.stress` calls, in sections with new communicators and kinds of calls."""
     total, done = context.job.stress, 0
     delays = Delays(context.job.seed, context.comm.rank, context.comm.device)
     figures: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def soak(context: Context, recorder: Recorder) -> None:
 
 
 class _Section:
-    """Two communicators, the kinds of calls that they make, and the rows of these calls."""
+    """Two communicators, and the kinds of calls and the input rows that they use."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Section:
             comm.close()
 
     def prepare(self, num_calls: int) -> None:
-        """Creates communicators that will wrap within `num_calls` calls, kinds, and graphs."""
+        """Creates kinds, graphs, and communicators whose counters wrap within `num_calls` calls."""
         settings = self._settings
         for number in range(2):
             before_wrap = self._rng.randint(1, max(2, num_calls // 8))
@@ -140,9 +140,9 @@ class _Section:
             self._graphs = [self._make_graph(fitting) for _ in range(_GRAPHS) if fitting]
 
     def burst(self, number: int, left: int) -> int:
-        """Makes calls without waiting, then compares them all; returns their number.
+        """Runs calls without waiting, then compares all results; returns the number of calls.
 
-        The first call has the number `number`, and `left` calls are left for the section.
+        The first call has the number `number`. The section has `left` calls left.
         """
         calls: list[PendingCall] = []
         if self.bursts in _IDLE_BEFORE:
@@ -178,7 +178,7 @@ class _Section:
         return graph.replay(number, [self._next_row(kind_index) for kind_index in kinds], where)
 
     def _capturable(self) -> list[int]:
-        """Returns the kinds that graphs may contain: short ones that allnorm's kernels run."""
+        """Returns the kinds that graphs may contain: small calls that run in allnorm's kernels."""
         return [
             kind_index
             for kind_index, kind in enumerate(self._kinds)
@@ -196,7 +196,7 @@ class _Section:
         return Graph(calls), chosen
 
     def _next_row(self, kind_index: int) -> int:
-        """Returns the first row of a call; rows do not repeat per kind until all were used."""
+        """Returns a call's first row; a kind uses every row once before it repeats one."""
         if not self._rows[kind_index]:
             self._rows[kind_index] = list(range(_FIRST_ROWS[self._device.type]))
             self._rng.shuffle(self._rows[kind_index])
@@ -216,7 +216,7 @@ class _Section:
         return self._tapes[key]
 
     def _idle(self) -> None:
-        """Waits long enough for clocks to drop and for caches to be lost."""
+        """Waits long enough for clocks to drop and for caches to be evicted."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
@@ -234,10 +234,10 @@ def _most_bytes(device: torch.device) -> int:
 
 
 def repeat_shapes(context: Context, recorder: Recorder) -> None:
-    """Makes `job.repeat` calls of each of `job.shapes` with each fused algorithm.
+    """Runs `job.repeat` calls of each of `job.shapes` with each fused algorithm.
 
-    These are one_shot and two_shot, or hierarchical with several islands. No two calls of a shape
-    have the same inputs. On GPUs every other burst of small calls is the replay of a graph.
+    The algorithms are one_shot and two_shot, or hierarchical with multiple islands. No two calls of
+    a shape have the same inputs. On GPUs, every other burst of small calls replays a graph.
     """
     comm, job = context.comm, context.job
     delays = Delays(job.seed, comm.rank, comm.device)
@@ -285,16 +285,16 @@ _EXPONENTS = 5  # rows are scaled by powers of two, so that scales and norms dif
 
 @dataclass
 class Tape:
-    """One rank's rows of a dtype and width, and their results."""
+    """One rank's input rows of one dtype and width, and their expected results."""
 
     x: torch.Tensor  # [num_rows, hidden_size], this rank's partial sums, different on every rank
-    reduced: torch.Tensor  # their sum over the ranks, by the reference
+    reduced: torch.Tensor  # their sum over the ranks, computed by the reference
     residual: torch.Tensor  # in the same shape, equal on every rank
     weight: torch.Tensor  # [hidden_size]
     _known: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def expected(self, kind: Case) -> dict[str, torch.Tensor]:
-        """Returns the results of such a call on every row, by name."""
+        """Returns the expected results of this kind of call for every row, by name."""
         key = kind.result_key()
         if key not in self._known:
             weight = self.weight_of(kind)
@@ -325,7 +325,7 @@ def make_tape(
     seed: int,
     islands: Sequence[Sequence[int]],
 ) -> Tape:
-    """Creates every rank's rows from the seed; keeps this rank's, and their sum. Not collective.
+    """Creates all ranks' rows from the seed; keeps this rank's and the sum. Not collective.
 
     The rows depend only on the arguments other than `rank`.
     """
@@ -356,7 +356,7 @@ _MAX_DESCRIBED = 20
 
 @dataclass
 class PendingCall:
-    """A call with results that are not compared yet."""
+    """A call whose results have not been compared yet."""
 
     number: int  # number of the call in its soak
     where: str  # origin of the call for the message, such as "replay"
@@ -377,7 +377,7 @@ class PendingCall:
         return torch.stack(counts).sum()
 
     def describe(self) -> str:
-        """Describes what is wrong; waits for the device."""
+        """Describes the wrong results; waits for the device."""
         parts = [
             f"{name}: {difference}"
             for name, got in self.results.items()
@@ -397,7 +397,7 @@ class PendingCall:
 def make_call(
     comm: allnorm.Communicator, kind: Case, tape: Tape, row: int, number: int, where: str
 ) -> PendingCall:
-    """Makes a call on the rows of a tape from `row` on; does not wait for CUDA."""
+    """Runs a call on a tape's rows, starting at `row`; does not wait for CUDA."""
     x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
     results = kind.issue(comm, x, residual, tape.weight_of(kind))
     return PendingCall(number, where, kind, tape, row, results)
@@ -430,9 +430,9 @@ class _CapturedCall:
 
 
 class Graph:
-    """A graph of several calls on several communicators, in this order.
+    """A graph of calls on multiple communicators, in the given order.
 
-    Each is given as communicator, kind, tape, and whether results overwrite its inputs.
+    Each call is given as its communicator, kind, tape, and whether results overwrite its inputs.
     """
 
     def __init__(self, calls: Sequence[tuple[allnorm.Communicator, Case, Tape, bool]]) -> None:
@@ -452,7 +452,7 @@ class Graph:
             self._issue()
 
     def replay(self, number: int, rows: Sequence[int], where: str) -> list[PendingCall]:
-        """Replays the graph with other rows of the tapes; copies the results. Never waits.
+        """Replays the graph with different tape rows and copies the results; never waits.
 
         `rows` holds the first row of each call; call numbers start at `number`.
         """

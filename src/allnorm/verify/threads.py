@@ -1,9 +1,9 @@
-"""Several communicators in several threads, which must not disturb each other.
+"""A soak of communicators in separate threads, which must not disturb each other.
 
-In each round, the ranks open communicators of equal, overlapping and separate groups, over islands
-of every kind. Each has its own thread, which makes calls of every kind. All ranks make the same
-calls on a communicator, at different times. Meanwhile another thread runs the collectives of a user
-on the same process group. Every element of every result is compared with the reference.
+In each round, the ranks open communicators of equal, overlapping and separate groups, with every
+kind of islands. Each communicator has its own thread, which runs calls of every kind. All ranks run
+the same calls on a communicator, at different times. Meanwhile, another thread runs a user's
+collectives on the same process group. Every element of every result is compared with the reference.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def threads(context: Context, recorder: Recorder) -> None:
 def _groups(world_size: int) -> list[tuple[list[int], Any]]:
     """Returns the ranks and process groups of a round: all ranks, and overlapping parts.
 
-    A group is None on ranks outside of it. Collective.
+    A group is None on ranks outside it. Collective.
     """
     parts = [list(range(world_size))]
     if world_size > 2:
@@ -108,7 +108,7 @@ class _Round:
             self._drivers.append(_Driver(comm, where, seed, num_calls, rank))
 
     def run(self, recorder: Recorder, figures: Counter[str]) -> None:
-        """Runs all threads to their end; records their calls in the order of communicators."""
+        """Runs all threads to completion; records their calls in communicator order."""
         mine = [driver for driver in self._drivers if driver.comm is not None]
         rounds = self._rng.randint(20, 100)
         bodies = [*(driver.run for driver in mine), lambda: self._use_group(rounds)]
@@ -122,7 +122,7 @@ class _Round:
             driver.finish(recorder, figures)
 
     def _use_group(self, count: int) -> None:
-        """Makes collectives of all ranks, as a user might meanwhile."""
+        """Runs collectives of all ranks, as a user of the same group might."""
         comm, pauses = (
             self._context.comm,
             random.Random(f"{self._number} {self._context.comm.rank}"),
@@ -139,7 +139,7 @@ class _Round:
 
 
 class _Driver:
-    """A communicator and the calls of its thread; `comm` is None on ranks outside of it."""
+    """A communicator and its thread's calls; `comm` is None on ranks outside the group."""
 
     def __init__(
         self, comm: allnorm.Communicator | None, where: str, seed: int, num_calls: int, rank: int
@@ -150,7 +150,7 @@ class _Driver:
         self._tapes: dict[tuple[torch.dtype, int], Tape] = {}
 
     def run(self) -> None:
-        """Makes all calls, and compares each with the reference."""
+        """Runs all calls, and compares each with the reference."""
         comm = self.comm
         assert comm is not None
         order = random.Random(f"calls {self._seed}")
