@@ -1,7 +1,7 @@
-// Corrupted calls through the C ABI. Each is refused with a message and writes nothing; or it
-// returns the same results as with its tensors far apart, and writes nothing else.
+// Corrupted calls through the C ABI. The library either refuses a call with a message and writes
+// nothing, or computes the same results as with its tensors far apart and writes nothing else.
 //
-// `abi_fuzz_test [CALLS [SEED]]`: the number of calls on one rank; a tenth of it on two ranks. A
+// `abi_fuzz_test [CALLS [SEED]]` runs CALLS calls on one rank and a tenth as many on two ranks. A
 // failure prints the seed of its call.
 #include "abi/check.h"
 #include "tests/call_memory.h"
@@ -138,7 +138,7 @@ void check_results(AllnormCall& call, Arena& arena, const std::vector<Piece>& pi
   }
 }
 
-// Returns the status of the library's checks of a call. `world_size` 0: those of allnorm_local.
+// Returns the status of the library's checks of a call. `world_size` 0 means allnorm_local().
 int32_t checked_status(const AllnormCall& call, int rank, int world_size) {
   if (world_size == 0) return check_local(&call);
   AllnormCommConfig config = {};
@@ -148,7 +148,7 @@ int32_t checked_status(const AllnormCall& call, int rank, int world_size) {
 }
 
 // Returns whether every rank accepts the call and all its tensors lie in the arena. The addresses
-// are the same on all ranks, so all ranks decide alike.
+// are the same on all ranks, so all ranks return the same.
 bool can_run(const AllnormCall& call, const Arena& arena, int world_size, Tally& tally) {
   for (int rank = 0; rank < std::max(1, world_size); ++rank) {
     if (checked_status(call, rank, world_size) != ALLNORM_OK) {
@@ -165,7 +165,8 @@ bool can_run(const AllnormCall& call, const Arena& arena, int world_size, Tally&
   return true;
 }
 
-// Tries one call, corrupted unless `seed` is a multiple of eight. `world_size` 0: allnorm_local.
+// Tries one call, corrupted unless `seed` is a multiple of eight. `world_size` 0 means
+// allnorm_local().
 template <class Run>
 void fuzz_one(Arena& arena, uint64_t seed, int rank, int world_size, Tally& tally, const Run& run) {
   const auto number = static_cast<unsigned long long>(seed);
@@ -222,7 +223,7 @@ TEST(calls_of_one_rank) {
   check_tally("one rank", tally, calls);
 }
 
-// Both ranks make the same call, at the same addresses: the processes are forks of one.
+// Both ranks make the same call at the same addresses, because both are forks of one process.
 TEST(calls_of_two_ranks) {
   if (kRanksAreThreads) return;
   const int64_t calls = argument(0, 40'000) / 10;

@@ -1,5 +1,5 @@
-// Random calls whose tensors lie in one arena, and which bytes each tensor has. Follows the
-// comments of allnorm.h, not the code under test.
+// Random calls whose tensors all lie in one arena, and the byte range of each tensor. Written from
+// the comments in allnorm.h, not from the code under test.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace allnorm::testing {
 
 using Wide = __int128;
 
-// One tensor of a call: `rows` rows of `columns` bytes, `stride` bytes apart; and `far` such
-// matrices, `far_stride` bytes apart.
+// One of a call's tensors: `far` matrices, `far_stride` bytes apart. Each has `rows` rows of
+// `columns` bytes, `stride` bytes apart.
 struct Piece {
   size_t pointer;  // offset in AllnormCall
   bool written;
@@ -33,7 +33,7 @@ struct Piece {
   void set_data(AllnormCall& call, uint8_t* data) const {
     memcpy(reinterpret_cast<char*>(&call) + pointer, &data, sizeof(data));
   }
-  // Offsets of the lowest byte, and of the end of the highest, from the data.
+  // Offsets of the lowest byte, and of the byte after the highest, from data().
   Wide low() const {
     return std::min<Wide>(0, (rows - 1) * stride) + std::min<Wide>(0, (far - 1) * far_stride);
   }
@@ -49,7 +49,7 @@ struct Piece {
   }
 };
 
-// The tensors of an accepted call on one rank. `world_size` 0: allnorm_local.
+// The tensors of an accepted call on one rank. `world_size` 0 means allnorm_local().
 inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world_size) {
   std::vector<Piece> pieces;
   if (call.num_tokens == 0) return pieces;
@@ -157,7 +157,7 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Makes x rows of experts, in new memory of the arena.
+// Turns x into experts' rows, in new memory from the arena.
 inline void draw_experts(AllnormCall& call, Random& random, Arena& arena) {
   const int64_t width = element_bytes(call.dtype);
   call.num_sources = 1;
@@ -183,7 +183,7 @@ inline void draw_experts(AllnormCall& call, Random& random, Arena& arena) {
   }
 }
 
-// Draws an index that mostly names rows. Random bytes hardly ever would.
+// Draws an expert index whose entries are mostly valid rows. Random bytes hardly ever are.
 inline void draw_index(const AllnormCall& call, Random& random) {
   for (int64_t token = 0; token < call.num_tokens; ++token) {
     for (int k = 0; k < call.top_k; ++k) {

@@ -1,4 +1,4 @@
-// Random options of calls, and memory for their results: shared by the tests of both backends.
+// Random call options, and memory for the results. Shared by the tests of both backends.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace allnorm::testing {
 
-// Fills with small integers, which are exact in every dtype and as sums.
+// Fills a matrix with small integers, which are exact in every dtype, as are their sums.
 inline void fill(Matrix& matrix, uint64_t seed) {
   Random random(seed);
   for (int64_t row = 0; row < matrix.rows; ++row) {
@@ -46,8 +46,8 @@ inline bool all_nan(const Matrix& matrix) {
   return true;
 }
 
-// Draws the arithmetic of a call with a given op and dtype. For every third norm, post_weight is
-// not NULL: the caller replaces it by memory.
+// Draws the arithmetic options of a call with a given op and dtype. In every third norm,
+// post_weight is a non-NULL placeholder, which the caller replaces with real memory.
 inline void random_arithmetic(AllnormCall& call, Random& random) {
   static const float kFactors[] = {0.22f, -1.5f, 0.0f, 1.0f, 1e-38f, 3e38f};
   const auto weight_dtype = [&] { return random.below(3) == 0 ? ALLNORM_FLOAT32 : call.dtype; };
@@ -100,10 +100,10 @@ inline float random_given_scale(Random& random) {
   return kScales[random.below(7)];
 }
 
-// Which results are correct: the expected one only, or also NaN, after a failure.
+// Which results count as correct: only the expected one, or also NaN (after a failure).
 enum class Allowed { kRight, kRightOrNan };
 
-// The quantized result of a call, and what it should be. All bytes of both are 0x5a at first.
+// The quantized result of a call, and the expected one. All bytes of both are 0x5a at first.
 struct QuantMemory {
   enum Layout { kRowMajor, kColumnMajor, kColumnMajorTma, kNumLayouts };
 
@@ -165,12 +165,12 @@ struct QuantMemory {
     memcpy(reinterpret_cast<char*>(expected_scales.data()) + scale_at(call, row, group), &value,
            scale_bytes(call));
   }
-  // Returns whether every bit is as expected, also of bytes that belong to no row.
+  // Returns whether every bit is as expected, including bytes that belong to no row.
   bool as_expected() const { return bytes == expected_bytes && scales == expected_scales; }
 
-  // Counts the elements and scales of a row that are wrong, and for row 0 those of the padding. Any
-  // NaN is as good as another. With kRightOrNan a group may have a NaN as its scale instead: then
-  // its elements mean nothing, but are zero for NVFP4.
+  // Counts the wrong elements and scales of a row, and for row 0 those of the padding. All NaNs
+  // count as equal. With kRightOrNan the scale of a group may be NaN instead. Its elements are then
+  // ignored, except that those of NVFP4 must be zero.
   int64_t count_wrong(const AllnormCall& call, int64_t row, const ExpectedQuant& expected,
                       Allowed allowed) const {
     int64_t wrong = 0;
@@ -215,7 +215,7 @@ struct QuantMemory {
            scale_bytes(call));
     return value;
   }
-  // A row of NaN. Its elements are zero if they are e2m1, which has no NaN.
+  // A row of NaN. Elements in e2m1, which has no NaN, are zero.
   static ExpectedQuant nan_row(const AllnormCall& call) {
     const uint8_t element = is_nvfp4(call) ? 0 : 0x7f;
     const uint32_t scale = is_nvfp4(call) ? 0x7f : 0x7fffffff;
@@ -241,12 +241,12 @@ struct QuantMemory {
   static int64_t columns_of(const AllnormCall& call) {
     return is_packed(call) ? (scales_per_row(call) + 3) / 4 : scales_per_row(call);
   }
-  // Scales of a row, with those that only fill a word or a tile.
+  // The number of scales of a row, including padding that completes a word or a tile.
   static int64_t groups_of(const AllnormCall& call) {
     if (is_swizzled(call)) return 4 * scale_tiles(call);
     return is_packed(call) ? 4 * columns_of(call) : scales_per_row(call);
   }
-  // The offset of a scale in bytes. Follows the API page, not the function under test.
+  // The offset of a scale in bytes. Written from the API page, not from the function under test.
   static size_t scale_at(const AllnormCall& call, int64_t row, int64_t group) {
     if (is_swizzled(call)) {
       const int64_t m = call.first_scale_row + row, tile = m / 128 * scale_tiles(call) + group / 4;

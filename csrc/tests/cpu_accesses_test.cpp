@@ -1,8 +1,9 @@
 // Compares the accesses of the CPU backend to shared workspaces with the table protocol/accesses.h.
 //
-// Rank 0 runs one operation. The test plays rank 1 in the same thread: it acts whenever rank 0
+// Rank 0 runs one operation. The test simulates rank 1 in the same thread: it acts whenever rank 0
 // polls. comm.cpp and transports.cpp are compiled with memory operations that record themselves
-// (tests/traced). Accesses to rows are plain, so they are inferred from the contents.
+// (tests/traced). Rows are accessed with plain loads and stores, which are not recorded, so the
+// test infers these accesses from the contents.
 #include <cstring>
 #include <string>
 #include <vector>
@@ -130,7 +131,7 @@ class Operation {
     memcpy(at(1, PullControl::kPublished), &number, sizeof(number));
   }
 
-  // Does a step of rank 1: stores its rows, its tag, which is that of rank 0, and its number.
+  // Does a step of rank 1: stores its rows, its tag (a copy of rank 0's), and its number.
   void do_step_of_peer(int step) {
     steps_.push_back("wait_" + std::to_string(step));
     memcpy(at(1, PullControl::tag(kOp)), at(0, PullControl::tag(kOp)), 16);
@@ -139,7 +140,7 @@ class Operation {
     publish(step);
   }
 
-  // Records steps of rank 0 as soon as its rows show them: only rows that rank 1 reads count.
+  // Records a step of rank 0 once its rows show it. Only rows that rank 1 reads count.
   void record_steps_of_rows() {
     const int row = name_ == "two_shot" ? 1 : 0;
     if (!wrote_partial_ &&

@@ -1,5 +1,5 @@
-// Time per call of the CPU backend: `cpu_bench RANKS TOKENSxHIDDEN...`, all ranks calling back to
-// back. Without arguments it only makes a few calls.
+// Measures the time per call of the CPU backend: `cpu_bench RANKS TOKENSxHIDDEN...`. All ranks call
+// back to back. Without arguments it only makes a few calls.
 #include <algorithm>
 #include <memory>
 
@@ -9,7 +9,7 @@
 namespace allnorm::testing {
 namespace {
 
-// Two sets of buffers are used in turn, so that large calls do not find their inputs in the cache.
+// Calls alternate between two sets of buffers, so that large calls miss the cache.
 constexpr int kSets = 2;
 
 struct Variant {

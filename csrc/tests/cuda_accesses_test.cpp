@@ -1,8 +1,8 @@
 // Compares the accesses of the CUDA kernels to shared workspaces with the table
-// protocol/accesses.h: those of each thread, in order, and those it leaves out after a failure.
+// protocol/accesses.h: each thread's accesses in order, and those it skips after a failure.
 //
-// The kernels run on simulated GPUs (tests/shim), which record every access. Each thread has one
-// row at most. Repeated polls count once, and so do consecutive accesses to several peers or words.
+// The kernels run on simulated GPUs (tests/shim), which record every access. Each thread handles at
+// most one row. Repeated polls count once, as do consecutive accesses to multiple peers or words.
 #include <cstring>
 #include <map>
 #include <set>
@@ -37,8 +37,8 @@ enum class State { kHealthy, kFailedNow, kFailedBefore };
 const char* const kStates[] = {"no failure", "failure in this operation",
                                "failure in an earlier operation"};
 
-// The parts of the table that threads with rows run: `send` of every row, and `own` or `receive`
-// depending on its owner. Without `receive`, every thread runs `send` and `own`.
+// The parts of the table for threads with rows: `send` for every row, then `own` if this rank owns
+// the row, else `receive`. If `receive` is empty, every thread runs `send` and `own`.
 struct Parts {
   List send, own, receive;
 };
@@ -61,7 +61,7 @@ struct Case {
 
 struct Thread {
   List list;            // "place verb" of each access
-  uint32_t number = 0;  // the last one loaded from `released`
+  uint32_t number = 0;  // the last number loaded from `released`
 };
 
 // Adds an access, unless it repeats a poll, or the previous access with a different peer or word.
@@ -128,7 +128,8 @@ class Run {
         return;
       }
       if (block != 0) kinds.insert(thread.list);
-      // A wait ends with the number of the last operation that returned slots, or a later one.
+      // A wait ends with the number of the last operation that returned slots, or with a later
+      // number.
       const SlotPlace& slots = slots_[index];
       const bool waits = block == 0 ? number / 32 == 1 : number < 32 && slots.large;
       const uint32_t last = kFirstOp + static_cast<uint32_t>(index) - 1 - slots.since();
@@ -152,7 +153,7 @@ class Run {
     Thread& thread = threads_[{index, access.rank, access.block, access.thread}];
     const std::string verb = access.verb;
     if (access.address == nullptr) {
-      // Of block barriers, the table only has the first one of a large operation.
+      // The table lists only one block barrier: the first one of a large operation.
       const size_t before = thread.list.size();
       const bool waited = before == 2 && thread.list[1].rfind("released", 0) == 0;
       const bool at_head = slots_[index].large && (before == 1 || waited);
@@ -258,10 +259,10 @@ class Run {
   const Case& of_;
   State state_;
   FiberGroup group_;
-  OwnedRowsParams params_;  // of rank 0
+  OwnedRowsParams params_;  // rank 0's parameters
   std::vector<SlotPlace> slots_;
   uint64_t first_grid_ = ~uint64_t{0};
-  // By operation, rank, block and thread.
+  // Keyed by operation, rank, block and thread.
   std::map<std::tuple<size_t, int, uint32_t, uint32_t>, Thread> threads_;
 };
 

@@ -20,8 +20,8 @@ struct Operation {
   std::unique_ptr<Matrix> residual, weight;  // all rows
   std::unique_ptr<Matrix> post_weight;       // null without a post norm
   std::vector<Experts> experts;              // may be empty; x then holds their sums
-  const Operation* residual_of = nullptr;    // its residual_out replaces `residual`
-  std::vector<void*> live_x;                 // if not empty: the addresses that replace x
+  const Operation* residual_of = nullptr;    // if set: its residual_out replaces `residual`
+  std::vector<void*> live_x;                 // if not empty: addresses to use instead of x
   std::vector<Matrix> sums;                  // if not empty: see make_after() of islands
   std::vector<QuantMemory> quantized;
   bool dense = false;
@@ -45,8 +45,8 @@ inline uint32_t finite_bits(Random& random, int dtype) {
   return round_bits(dtype, value);
 }
 
-// Every fourth row may have NaN and infinities, which make all of its norm NaN; the others are
-// finite.
+// Every fourth row may contain NaN and infinities, which make its whole norm NaN. All other rows
+// are finite.
 inline void fill(Matrix& matrix, Random& random) {
   for (int64_t row = 0; row < matrix.rows; ++row) {
     const bool hurtful = random.below(4) == 0;
@@ -145,7 +145,8 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
   }
   return op;
 }
-// Makes most ranks sum experts in one of `one_in` calls. `gaps`: see random_experts() in experts.h.
+// In one of `one_in` calls, makes most ranks sum experts. `gaps`: see random_experts() in
+// experts.h.
 inline void random_experts(Operation& op, Random& random, int64_t gaps = 8, int64_t one_in = 3) {
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS || random.below(one_in) != 0) return;
   for (Matrix& x : op.x) {
@@ -212,7 +213,7 @@ inline AllnormCall call_of(Operation& op, int rank) {
   return call;
 }
 
-// Returns whether an element is correct. Any NaN is as good as another.
+// Returns whether an element is correct. All NaNs count as equal.
 inline bool same(int dtype, uint32_t got, uint32_t expected, Allowed allowed = Allowed::kRight) {
   const bool may_be_nan = allowed == Allowed::kRightOrNan || std::isnan(to_float(dtype, expected));
   return got == expected || (may_be_nan && std::isnan(to_float(dtype, got)));

@@ -1,13 +1,13 @@
-// One rank fails or is late: the kernels of its peers record what happened, end, and return correct
-// results or NaN. With simulated GPUs (tests/shim).
+// One rank fails or is late. The kernels of its peers must record what happened, end, and return
+// correct results or NaN. Runs on simulated GPUs (tests/shim).
 #include <cstring>
 #include <memory>
 
 #include "tests/cuda_ranks.h"
 
-// Harmless races. The flag of a failure is set atomically and read plainly when a kernel begins:
-// any value is fine, because waits read it again. And ranks that make different calls write into
-// each other's slots, whose contents no call uses afterwards.
+// Harmless races. The failure flag is set atomically, and read with a plain load when a kernel
+// begins: any value is fine, because waits read the flag again. Ranks that make different calls
+// write into each other's slots, but no later call uses the contents.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:atomicCAS\nrace:shim::Model::stores\nrace:shim::Model::loads\n";
 }
@@ -30,8 +30,8 @@ AllnormCall sharded_call(int64_t num_tokens, int64_t hidden_size, int quant = AL
 enum class Kind { kOneShot, kTwoShot, kOwnedRows, kShardedQuantized, kShardedNvFp4, kGather };
 constexpr int kKinds = 6;
 
-// With two ranks, the words that one kind stores in its second hop lie in slots of every other
-// kind.
+// With two ranks, the words that an operation of one kind stores in its second hop lie in the slots
+// of operations of every other kind.
 AllnormCall late_call(Kind kind, int dtype, int world_size) {
   const int64_t hidden_size = world_size == 2 ? 512 : 256;
   AllnormCall call = norm_call(ALLNORM_TWO_SHOT, world_size, hidden_size);
@@ -48,10 +48,11 @@ AllnormCall late_call(Kind kind, int dtype, int world_size) {
   return call;
 }
 
-// Two operations of kind `of` and four of kind `then`, each in half of a half, so that the fifth
-// and sixth use the slots of the first two. One rank is stopped once its peers have finished the
-// first. They fail in the second or soon after, and run all the others. Then the stopped rank goes
-// on, and reads what they left in the slots. All results of all ranks must be right or NaN.
+// Runs two operations of kind `of` and four of kind `then`. Each takes half of a half, so the fifth
+// and sixth reuse the slots of the first two. One rank is stopped once its peers have finished the
+// first operation. The peers fail in the second or soon after, and run all remaining operations.
+// Then the stopped rank continues, and reads what the peers left in the slots. All results of all
+// ranks must be correct or NaN.
 template <int kWorldSize>
 void test_late_peer(Kind of, Kind then, int dtype, int then_dtype, uint64_t seed) {
   constexpr int kOperations = 6;
@@ -84,8 +85,8 @@ void test_late_peer(Kind of, Kind then, int dtype, int then_dtype, uint64_t seed
     op.residual.reset();
     operations.push_back(std::move(op));
   }
-  // A rank that runs first may finish as soon as its peers have sent, and they are then stopped
-  // before they have read.
+  // The rank that runs first may finish as soon as its peers have sent their rows. The peers are
+  // then stopped before they have read its rows.
   shim::Machine machine(kWorldSize, seed, shim::Schedule::kRankFirst);
   group.share_with(machine);
   for (int rank = 0; rank < kWorldSize; ++rank) {
@@ -145,8 +146,8 @@ void test_late_peers() {
     if (kWorldSize > 2) continue;
     test_late_peer<kWorldSize>(of, then, ALLNORM_BFLOAT16, ALLNORM_FLOAT32, ++seed);
     test_late_peer<kWorldSize>(of, then, ALLNORM_FLOAT32, ALLNORM_BFLOAT16, ++seed);
-    // A 16-bit NaN corrupts a reader of e4m3 only between the arrival of the scale and that of the
-    // element, which takes several seeds to meet.
+    // A 16-bit NaN corrupts a reader of e4m3 only if it is stored between the arrival of the scale
+    // and that of the element. Only some seeds produce this order.
     const bool sums = then == Kind::kTwoShot || then == Kind::kOwnedRows;
     for (int i = 0; of == Kind::kShardedQuantized && sums && i < 6; ++i) {
       test_late_peer<kWorldSize>(of, then, ALLNORM_BFLOAT16, ALLNORM_BFLOAT16, ++seed);
@@ -178,7 +179,7 @@ enum class Fault {
 };
 constexpr struct {
   const char* name;
-  int32_t status;  // of its peers
+  int32_t status;  // the status that its peers get
 } kFaults[] = {
     {"never comes", ALLNORM_TIMEOUT},     {"sends nothing", ALLNORM_TIMEOUT},
     {"died before", ALLNORM_PEER_DIED},   {"died amid", ALLNORM_PEER_DIED},
@@ -187,7 +188,8 @@ constexpr struct {
     {"missing call", ALLNORM_DIVERGED},   {"no rows", ALLNORM_DIVERGED},
 };
 
-// Launches what GpuCommunicator launches for a call without rows, and in place of one that failed.
+// Launches the kernel that GpuCommunicator launches for a call without rows, and in place of a call
+// that could not be launched.
 template <int kWorldSize>
 void launch_without_rows(shim::Machine& machine, int rank, const FusedParams& params) {
   machine.launch(
@@ -214,7 +216,8 @@ void check_nan(const Operation& op, int rank, const char* name) {
   }
 }
 
-// Rank seed % kWorldSize has a fault, after `before` calls in which all ranks take part.
+// Runs `before` calls in which all ranks take part, and then a call in which rank
+// seed % kWorldSize has a fault.
 template <int kWorldSize>
 void test_fault(Fault kind, const AllnormCall& call, uint64_t seed, bool normed = true,
                 int before = 0) {
@@ -224,7 +227,7 @@ void test_fault(Fault kind, const AllnormCall& call, uint64_t seed, bool normed 
   Random random(seed + 7);
   AllnormCall theirs = call;
   if (kind == Fault::kOtherRows) theirs.num_tokens += 1;
-  // The messages are the same: only announcements differ.
+  // The rows in the slots look the same: only the announcements differ.
   if (kind == Fault::kOtherRounding) theirs.numerics = ALLNORM_VLLM;
   if (kind == Fault::kOtherQuantization) theirs.group_size = 64;
   std::vector<Operation> operations;
@@ -243,7 +246,8 @@ void test_fault(Fault kind, const AllnormCall& call, uint64_t seed, bool normed 
   for (AllnormFault& fault : group.faults) {
     if (kind < Fault::kDiedBefore || kind > Fault::kDiedAfter) continue;
     fault.died = 1u << culprit;
-    // A rank may only wait for a peer that waits for the dead one. This flag ends that wait.
+    // A rank may wait only for a peer that in turn waits for the dead rank. This flag ends such a
+    // wait.
     if (kind == Fault::kDiedAmid) fault.died |= ALLNORM_NO_PEER_COMES;
   }
   shim::Machine machine(kWorldSize, seed);
@@ -314,8 +318,8 @@ TEST(missing_peers_and_different_calls) {
   }
 }
 
-// In rows of 120 elements some lanes of a warp have no pack. Only the other lanes know that a rank
-// which answers the roll call sends nothing.
+// In rows of 120 elements some lanes of a warp have no pack. If a rank answers the roll call but
+// sends no rows, only the other lanes notice.
 TEST(peers_that_send_nothing_or_die) {
   const AllnormCall one_shot = norm_call(ALLNORM_ONE_SHOT, 4, 120);
   for (uint64_t seed = 0; seed < 12; ++seed) test_fault<3>(Fault::kSendsNothing, one_shot, seed);
@@ -350,7 +354,8 @@ TEST(missing_calls) {
   }
 }
 
-// Calls without rows on every rank are ordinary operations: the calls around them are correct.
+// Calls that have no rows on any rank are ordinary operations: the calls before and after them are
+// correct.
 template <int kWorldSize>
 void test_calls_without_rows(const AllnormCall& call, uint64_t seed) {
   Random random(seed);

@@ -1,5 +1,6 @@
-// The launches before and after an exchange between islands, with simulated GPUs (tests/shim): the
-// float32 sums of an island, and the results from the sums of several, compared bit for bit.
+// Tests the launches before and after an exchange between islands, on simulated GPUs (tests/shim).
+// Compares the float32 sums of one island, and the results computed from the sums of multiple
+// islands, bit for bit.
 #include <vector>
 
 #include "tests/cuda_ranks.h"
@@ -15,7 +16,7 @@ using namespace testing;  // NOLINT: a test
 
 const uint64_t kSeeds = shim::watched() ? 2 : 12;
 
-// Before the exchange: partials, perhaps of experts, become float32 sums of the owned rows.
+// Before the exchange: partials, possibly sums of experts, become float32 sums of the owned rows.
 Operation make_before(int world_size, Random& random, int dtype) {
   AllnormCall call = make_call(random);
   call.dtype = dtype;
@@ -35,8 +36,8 @@ Operation make_before(int world_size, Random& random, int dtype) {
   return op;
 }
 
-// After the exchange: every owner has the float32 sums of 1 to 4 islands, one below the other. For
-// the comparison, x of rank 0 is their total, and x of the other ranks is -0.0.
+// After the exchange: every owner has the float32 sums of 1 to 4 islands, stored one below the
+// other. For the comparison, x of rank 0 is their total, and x of the other ranks is -0.0.
 Operation make_after(int world_size, Random& random, int dtype) {
   AllnormCall call = make_call(random);
   call.dtype = dtype;
@@ -92,7 +93,7 @@ struct IslandKernels {
   }
 };
 
-// Both kinds of launches in turn.
+// Alternates the two kinds of launches.
 template <int kWorldSize, class... Types>
 void test_launches(uint64_t seed, int num_operations, uint32_t first_op) {
   Random random(seed);

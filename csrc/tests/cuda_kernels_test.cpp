@@ -1,5 +1,5 @@
-// The CUDA kernels with simulated GPUs (tests/shim): every transport, variant and dtype at several
-// world sizes, compared with the numerics page bit for bit, in random interleavings.
+// Tests the CUDA kernels on simulated GPUs (tests/shim): every transport, variant and dtype at
+// different world sizes, in random interleavings, compared with the numerics page bit for bit.
 #include <vector>
 
 #include "tests/cuda_ranks.h"

@@ -1,6 +1,6 @@
-// The local kernels, of unfused calls and of norms of reduced tensors, with simulated GPUs
-// (tests/shim): every dtype, odd hidden sizes, and up to as many sources as a group has ranks,
-// compared with the numerics page bit for bit.
+// Tests the local kernels, which unfused calls and norms of reduced tensors use, on simulated GPUs
+// (tests/shim): every dtype, odd hidden sizes, and any number of sources up to the largest world
+// size, compared with the numerics page bit for bit.
 #include <vector>
 
 #include "gpu/kernel_table.cuh"
@@ -28,7 +28,7 @@ void run_local(const AllnormCall& of, uint64_t seed) {
   if (random.below(2) == 0) call.flags |= of.flags;
   Operation op = make_operation(sources, random, call, random.below(2) == 0);
   if (sources == 1) random_experts(op, random, kKind == KernelKind::kLocalAny ? 1 : 8, 1);
-  // A matrix of all sources, one below the other.
+  // One matrix that holds all sources, one below the other.
   Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
   for (int64_t row = 0; row < stacked.rows; ++row) {
     const Matrix& x = op.x[static_cast<size_t>(row / call.num_tokens)];

@@ -1,4 +1,5 @@
-// Offsets beyond 2^31. Runs the part of one thread only, because all threads would take minutes.
+// Tests offsets beyond 2^31. Runs the work of one thread only, because all threads would take
+// minutes.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -13,7 +14,7 @@ namespace {
 
 using testing::check;
 
-// Address space of any size; only the touched pages use memory.
+// Reserved address space of any size. Only touched pages use memory.
 class Vast {
  public:
   explicit Vast(size_t bytes) : bytes_(bytes) {
@@ -29,9 +30,9 @@ class Vast {
   void* address_;
 };
 
-// More than 2^31 padding scales, in columns, as FP8 GEMMs expect them.
+// More than 2^31 padding scales, in the column-major layout that FP8 GEMMs expect.
 TEST(padding_of_scales) {
-  const shim::Machine machine(1, 1);  // stores ask it whether their memory is shared
+  const shim::Machine machine(1, 1);  // every store asks the machine whether its memory is shared
   constexpr int kGroups = 1 << 15, kRows = (1 << 16) + 3;
   constexpr int64_t kFirst = 5, kColumn = 4 * (kFirst + kRows);
   const Vast scales(static_cast<size_t>(kColumn * kGroups));

@@ -1,6 +1,6 @@
-// The pace of sending rows (gpu/pace.cuh), with simulated GPUs (tests/shim), whose clock advances
-// with each turn of the scheduler: every cluster starts and continues when it is due, not earlier
-// and not much later.
+// Tests the pace of sending rows (gpu/pace.cuh) on simulated GPUs (tests/shim). Their clock
+// advances with each turn of the scheduler. Every cluster must start and continue when it is due,
+// not earlier and not much later.
 #include <cstdint>
 #include <vector>
 
@@ -14,7 +14,7 @@ namespace {
 using testing::check;
 
 constexpr int kClusters = 6, kTurns = 5;
-// A turn takes a microsecond, and a waiting thread reads the clock in each turn.
+// A scheduler turn takes a microsecond, and a waiting thread reads the clock in each turn.
 constexpr int64_t kMostLateNs = 400'000;
 
 struct Times {
@@ -23,7 +23,7 @@ struct Times {
   int64_t turn[kTurns] = {};
 };
 
-// Runs a launch whose clusters each have one thread, and returns their times.
+// Runs a launch with one thread per cluster, and returns the threads' times.
 std::vector<Times> run(int row_ps, int turns, uint64_t seed) {
   std::vector<Times> all(kClusters);
   shim::Machine machine(1, seed);

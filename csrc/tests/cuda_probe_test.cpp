@@ -1,5 +1,5 @@
-// The probe of new workspaces, with simulated GPUs (tests/shim): every rank receives the word of
-// every peer. If stores of one rank to a peer are lost, only that word is missing.
+// Tests the probe of new workspaces on simulated GPUs (tests/shim): every rank receives the word of
+// every peer. If the stores of one rank to a peer are lost, only that word is missing.
 #include <cstring>
 #include <vector>
 
@@ -15,7 +15,7 @@ using testing::check;
 void test_probe(int world_size, uint64_t seed, int deaf) {
   const auto count = static_cast<size_t>(world_size);
   std::vector<std::vector<char>> workspaces(count, std::vector<char>(PushControl::kBytes));
-  // The target of the lost stores: those of rank `lost` to rank `deaf`, through a broken mapping.
+  // Where the lost stores go: those of rank `lost` to rank `deaf`, through a broken mapping.
   std::vector<char> nowhere(PushControl::kBytes);
   const int lost = deaf < 0 ? -1 : (deaf + world_size - 1) % world_size;
   shim::Machine machine(world_size, seed);

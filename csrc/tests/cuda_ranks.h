@@ -1,4 +1,4 @@
-// Ranks with simulated GPUs (tests/shim), for the tests of the fused CUDA kernels.
+// Ranks on simulated GPUs (tests/shim), for the tests of the fused CUDA kernels.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace allnorm::testing {
 constexpr int64_t kWorkspaceBytes = 1 << 20;
 constexpr uint64_t kMaxTurns = 3'000'000;
 
-// Runs a kernel of the table of kernels, with its part of `params`.
+// Runs a kernel from the kernel table, with the part of `params` that it takes.
 inline void run_kernel(const void* kernel, KernelKind kind, const OwnedRowsParams& params) {
   if (kind >= KernelKind::kOwnedSum) {
     reinterpret_cast<void (*)(OwnedRowsParams)>(const_cast<void*>(kernel))(params);
@@ -21,7 +21,7 @@ inline void run_kernel(const void* kernel, KernelKind kind, const OwnedRowsParam
   }
 }
 
-// `few`: the launch has few blocks, and the call has a kernel for that.
+// `few`: the launch has few blocks, and a kernel for few blocks exists for the call.
 inline KernelKind kind_of(const Operation& op, int world_size, bool few) {
   if (op.call.op == ALLNORM_ALL_GATHER_ROWS) return KernelKind::kOwnedGiven;
   if (is_sharded(op.call) || makes_sums(op.call)) return KernelKind::kOwnedFinished;
@@ -33,11 +33,11 @@ inline KernelKind kind_of(const Operation& op, int world_size, bool few) {
   return op.dense ? KernelKind::kOneShotDense : KernelKind::kOneShot;
 }
 
-// Runs the kernel of one rank, among the kernels compiled for kWorldSize.
+// Runs one rank's kernel, chosen from those compiled for kWorldSize.
 struct AllKernels {
   template <class T, int kWorldSize>
   static void run(const OwnedRowsParams& params, const Operation& op, int world_size) {
-    // Ranks may have different limits of blocks, and a rank with a dense x takes a kernel without
+    // Ranks may have different block limits, and a rank with a dense x runs a kernel without
     // experts while its peers sum experts.
     Features needs = needs_of(op.call);
     needs.experts = params.fused.experts.top_k != 0;
@@ -50,14 +50,14 @@ struct AllKernels {
   }
 };
 
-// Options of a launch of one rank.
+// Options of one rank's launch.
 struct LaunchOn {
   int stream = 0;
   bool dependent = true;
-  int num_blocks = 0;  // 0: that of the operation
+  int num_blocks = 0;  // 0: the operation's number
 };
 
-// Calls with many rows are cut in two launches.
+// Returns the rows of the first launch. Some calls are split into two launches.
 inline int64_t rows_of_first_launch(const Operation& op, int world_size) {
   const int64_t half = op.call.num_tokens / 2 / world_size * world_size;
   return half > 0 && op.call.num_tokens % 3 == 0 ? half : op.call.num_tokens;
@@ -102,7 +102,7 @@ void launch(shim::Machine& machine, const AllnormCommConfig& config, Operation& 
   launch_kernels<kWorldSize, AllKernels, Types...>(machine, config, op, fault, on);
 }
 
-// Runs all launches. If they do not end, ends the program, because fibers cannot be destroyed.
+// Runs all launches. If they do not finish, exits the program, because fibers cannot be destroyed.
 inline void run_to_end(shim::Machine& machine, const char* what, uint64_t seed) {
   if (check(machine.run(kMaxTurns), "%s, seed %llu: does not end", what,
             static_cast<unsigned long long>(seed))) {
@@ -146,8 +146,8 @@ struct FiberGroup {
     }
   }
 
-  // Returns whether an operation of `rank` has failed, also while grids run. Its fault record is
-  // not atomic and may only be read after they have ended.
+  // Returns whether an operation of `rank` has failed. May be called while grids run, unlike
+  // reading the fault record, which is not atomic.
   bool has_failed(int rank) const {
     const char* own = reinterpret_cast<const char*>(workspaces[static_cast<size_t>(rank)].data());
     const auto* mark = reinterpret_cast<const uint64_t*>(own + PushControl::kPoisoned);
@@ -187,7 +187,7 @@ struct FiberGroup {
   std::vector<AllnormCommConfig> configs;
 };
 
-// Checks all results of operations that ran one after the other.
+// Checks all results of operations that ran in sequence.
 template <class Operations>
 void check_results(const FiberGroup& group, const Operations& operations, uint32_t first_op) {
   const int world_size = static_cast<int>(group.configs.size());
@@ -201,8 +201,8 @@ void check_results(const FiberGroup& group, const Operations& operations, uint32
   group.check_at_rest(next_op);
 }
 
-// Runs operations one after the other in one workspace, where every rank runs ahead as far as it
-// can, and checks all results.
+// Runs operations in sequence in one workspace and checks all results. Every rank runs ahead of its
+// peers as far as it can.
 template <int kWorldSize, class Kernels, class... Types, class Operations>
 void run_operations(Operations& operations, uint64_t seed, uint32_t first_op) {
   FiberGroup group(kWorldSize, first_op, /*timeout_ns=*/int64_t{1} << 60);

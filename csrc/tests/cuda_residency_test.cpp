@@ -1,5 +1,6 @@
-// Devices that cannot hold all blocks at once, several streams, and foreign kernels between calls:
-// which cases are always correct, and which may time out. With simulated GPUs (tests/shim).
+// Tests devices that cannot hold all blocks at once, multiple streams, and foreign kernels between
+// calls: which cases are always correct, and which can time out. Runs on simulated GPUs
+// (tests/shim).
 //
 // A grid that waits for its peers keeps the resources of its blocks. The rules are in
 // docs/protocol.md, "Room on the device".
@@ -20,7 +21,7 @@ using shim::Completion;
 using shim::Schedule;
 
 constexpr int kWorldSize = 2, kOperations = 4;
-// Blocks of the smallest grid: the service cluster, and one with rows.
+// Blocks of the smallest grid: the service cluster and a cluster with rows, of one block each.
 constexpr int kGrid = 2;
 constexpr int64_t kNoTimeout = int64_t{1} << 60, kTimeoutNs = 2'000'000;
 
@@ -44,7 +45,7 @@ uint32_t first_op(bool late_trigger) { return late_trigger ? 40 : 41; }
 struct Outcome {
   int timeouts = 0;
   int diverged = 0;
-  int64_t wrong = 0;  // wrong elements; after a failure NaN is right
+  int64_t wrong = 0;  // wrong elements; after a failure NaN counts as correct
 };
 
 void judge(const std::deque<Operation>& operations, const FiberGroup& group, Outcome& outcome) {
@@ -67,7 +68,7 @@ void judge(const std::deque<Operation>& operations, const FiberGroup& group, Out
 }
 
 // Two communicators on different streams, and ranks that launch their calls in opposite orders.
-// `grids`: blocks of a grid of each rank. `limits`: blocks that its device holds.
+// `grids`: blocks per grid on each rank. `limits`: blocks that each rank's device can hold.
 Outcome run_two(const int (&grids)[kWorldSize], const int (&limits)[kWorldSize], bool late_trigger,
                 int64_t timeout_ns, Schedule schedule, uint64_t seed) {
   Random random(seed);
@@ -104,9 +105,9 @@ Outcome run_two(const int (&grids)[kWorldSize], const int (&limits)[kWorldSize],
 
 const uint64_t kSeeds = shim::watched() ? 1 : 4;
 
-// With dependent launch, a stream may hold two grids: a running one and its dependent. So K
-// communicators need 2 K - 1 times the blocks of a grid: then the oldest grid of every stream
-// always fits. With late triggers K times is enough.
+// With dependent launch, two grids of a stream can be resident: a running grid and its dependent.
+// So K communicators need room for 2 K - 1 grids: then the oldest grid of every stream always fits.
+// With late triggers, room for K grids is enough.
 TEST(two_communicators_that_fit) {
   for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
     for (int schedule = 0; schedule < shim::kSchedules; ++schedule) {
@@ -119,8 +120,8 @@ TEST(two_communicators_that_fit) {
   }
 }
 
-// With less, each device may hold the grid that the other does not. The calls time out, and their
-// results are right or NaN.
+// With less room, each device can hold the grid that the other device does not. The calls then time
+// out, and their results are correct or NaN.
 TEST(two_communicators_that_do_not_fit) {
   const uint64_t seeds = 2 + 2 * kSeeds;
   int for_one = 0, for_one_late = 0, for_two = 0;
@@ -133,16 +134,16 @@ TEST(two_communicators_that_do_not_fit) {
       for_two += run_two(one, two, false, kTimeoutNs, schedule, seed).timeouts;
     }
   }
-  // Under ThreadSanitizer there are too few runs.
+  // Under ThreadSanitizer too few runs are made to expect timeouts.
   check(shim::watched() || (for_one > 0 && for_one_late > 0 && for_two > 0),
         "%d, %d and %d waits of %llu runs timed out: expected some of each", for_one, for_one_late,
         for_two, static_cast<unsigned long long>(seeds));
 }
 
-// A run of one communicator.
+// Options of a run with one communicator.
 struct Options {
   int grids[kWorldSize] = {kGrid, kGrid};
-  int limits[kWorldSize] = {};  // 0: none
+  int limits[kWorldSize] = {};  // 0: no limit
   int64_t num_tokens = 3;
   int64_t timeout_ns = kTimeoutNs;
   Schedule schedule = Schedule::kRandom;
@@ -165,8 +166,8 @@ Outcome run_one(const Options& options, uint64_t seed) {
       launch<kWorldSize, Bfloat16>(
           machine, group.configs[r], op, &group.faults[r],
           {.dependent = options.dependent, .num_blocks = options.grids[rank]});
-      // It begins early, as a dependent launch, and ends at once: it never waits for preceding
-      // grids.
+      // The foreign kernel begins early, as a dependent launch, and ends at once: it never waits
+      // for preceding grids.
       if (!options.foreign) continue;
       machine.launch(rank, {.num_threads = 32, .exchanges = false, .kernel = [] {}});
     }
@@ -180,7 +181,7 @@ Outcome run_one(const Options& options, uint64_t seed) {
   return outcome;
 }
 
-// Devices of different sizes, each filled by one grid: every grid makes room for the next.
+// Devices of different sizes, each filled by a single grid. Every grid makes room for the next.
 TEST(one_communicator_on_devices_of_different_sizes) {
   for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
     for (int schedule = 0; schedule < shim::kSchedules; ++schedule) {
@@ -194,8 +195,8 @@ TEST(one_communicator_on_devices_of_different_sizes) {
   }
 }
 
-// A device that holds fewer blocks than the driver reported: a part of a GPU, or one whose SMs are
-// busy with other kernels.
+// A device that can hold fewer blocks than the driver reported: a part of a GPU, or a GPU whose SMs
+// are busy with other kernels.
 TEST(a_grid_that_does_not_fit) {
   const uint64_t seeds = 2 + 2 * kSeeds;
   int timeouts = 0;

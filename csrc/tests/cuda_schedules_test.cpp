@@ -1,7 +1,7 @@
-// The CUDA kernels in hostile schedules: ranks far apart, a rank or a warp held back, dependent
-// grids that overtake. One dtype at two and three ranks, so that it compiles in seconds:
-// ThreadSanitizer checks this test, and most faults of tests/native/kernel_mutants run with it.
-// cuda_kernels_test has the other dtypes and world sizes.
+// Tests the CUDA kernels under hostile schedules: ranks far apart, a rank or a warp held back,
+// dependent grids that overtake. Uses one dtype at two and three ranks, to compile in seconds.
+// ThreadSanitizer checks this test, and most faults in tests/native/kernel_mutants are run with it.
+// cuda_kernels_test covers the other dtypes and world sizes.
 //
 //   cuda_schedules_test [SEEDS [FIRST_SEED [SCHEDULE]]]
 #include <cstdlib>
@@ -25,7 +25,7 @@ class Producer {
  public:
   explicit Producer(int64_t bytes) : live_(static_cast<size_t>(bytes)) {}
 
-  // Enqueues a kernel that stores `x`. It triggers dependent launch before that.
+  // Enqueues a kernel that triggers dependent launch and then stores `x`.
   void launch(shim::Machine& machine, int rank, const Matrix& x) {
     machine.launch(rank, {.num_threads = 64, .exchanges = false, .kernel = [this, &x] {
                             trigger_next_grid();
@@ -41,9 +41,9 @@ class Producer {
   std::vector<uint8_t> live_;
 };
 
-// About half of the operations need a large phase.
+// A workspace in which about half of the operations need a large phase.
 constexpr int64_t kWorkspace = 320 << 10;
-// Workspaces in which every small_call() is large, takes half of a half, or takes a unit.
+// Workspaces in which every small_call() takes a large phase, half of a half, or one unit.
 constexpr int64_t kLargeOnly = 16 << 10, kHalves = 96 << 10, kUnits = kWorkspace;
 constexpr uint64_t kSeedStep = 1000;
 
@@ -51,8 +51,8 @@ bool may_follow(const Operation& op, const Operation& before) {
   return is_norm(op.call) && is_norm(before.call);
 }
 
-// Random calls. Many repeat the previous call, with its residual_out as residual, like layers of a
-// model.
+// Random calls. Many repeat the previous call and take its residual_out as residual, like the
+// layers of a model.
 template <int kWorldSize>
 std::deque<Operation> make_operations(Random& random, int count) {
   std::deque<Operation> operations;
@@ -75,13 +75,14 @@ std::deque<Operation> make_operations(Random& random, int count) {
 
 AllnormCall small_call() { return norm_call(ALLNORM_ONE_SHOT, 1, 256); }
 
-// Rows that cross the link quantized, with scales that many threads stage.
+// The rows of this call cross the link quantized, with scales that many threads stage.
 AllnormCall quantized_call() {
   return norm_call(ALLNORM_TWO_SHOT, 4, 512, ALLNORM_RESIDUAL_SHARDED, ALLNORM_QUANT_PER_GROUP, 16);
 }
 
-// The same call again and again. The same words are written by every fourth operation if each takes
-// half of a half, by every second large one, or by every kPushUnits-th that takes a unit.
+// Repeats one call. The same words are written again by every fourth operation if each takes half
+// of a half, by every second one if each takes a large phase, and by every kPushUnits-th one if
+// each takes a unit.
 std::deque<Operation> make_chain(Random& random, int count, const AllnormCall& call) {
   std::deque<Operation> operations;
   while (static_cast<int>(operations.size()) < count) {

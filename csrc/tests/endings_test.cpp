@@ -1,6 +1,6 @@
-// Waits of the CPU backend that end before their deadline: after close() by a different thread, an
-// interrupt, or a peer that leaves or dies. And calls in a child of fork(), which must have no
-// effect.
+// Tests waits of the CPU backend that end before their deadline: because a different thread calls
+// close(), a signal interrupts them, or a peer leaves or dies. Also tests that calls in a child of
+// fork() have no effect.
 #include <pthread.h>
 
 #include <atomic>
@@ -47,8 +47,8 @@ class Clock {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Two threads of rank 0 call: one waits for rank 1, which never calls, the other for its turn. Then
-// two more threads close the communicator.
+// Two threads of rank 0 make calls: one waits for rank 1, which never calls, and the other waits
+// for its turn to use the communicator. Then two more threads close the communicator.
 void test_close_ends_calls(int algorithm, bool later) {
   on_ranks(2, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {
     if (rank == 0) {
@@ -66,7 +66,7 @@ void test_close_ends_calls(int algorithm, bool later) {
       const Clock clock;
       AllnormFault fault;
       check(allnorm_comm_check(comm, &fault) == ALLNORM_OK, "a failure for no reason");
-      std::thread other([&] { allnorm_comm_close(comm); });  // two at once are fine
+      std::thread other([&] { allnorm_comm_close(comm); });  // concurrent closes are fine
       check(allnorm_comm_close(comm) == ALLNORM_OK, "%s", allnorm_last_error());
       check(clock.seconds() < 5, "close() took %.1f s", clock.seconds());
       other.join();
@@ -80,8 +80,8 @@ void test_close_ends_calls(int algorithm, bool later) {
   });
 }
 
-// Closing after a call does not fail that call, even on a rank that is late in it. The next call
-// that needs the rank fails at once.
+// A rank that closes after a call does not make that call fail, even on a peer that is late in it.
+// The next call that needs the rank fails at once.
 void test_peer_leaves(int algorithm) {
   on_ranks(3, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {
     for (int number = 0; number < 20; ++number) {
@@ -106,7 +106,7 @@ void test_peer_leaves(int algorithm) {
   });
 }
 
-// allnorm_comm_peers_died() is called while a call waits.
+// Calls allnorm_comm_peers_died() while a call waits.
 void test_peer_dies(int algorithm) {
   on_ranks(3, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {
     Call good(algorithm);
@@ -131,7 +131,7 @@ void test_peer_dies(int algorithm) {
   });
 }
 
-// Called by waits of every thread: interrupts rank 0, whose peers then fail.
+// The waits of every thread call interrupt(). It interrupts rank 0, and the peers then fail.
 thread_local AllnormComm* t_interrupted = nullptr;
 int32_t interrupt() {
   if (t_interrupted == nullptr) return 0;
@@ -148,12 +148,12 @@ void test_interrupt(int algorithm) {
     check(good.run(comm) == ALLNORM_OK, "%s", allnorm_last_error());
     const int32_t expected = rank == 0 ? ALLNORM_INTERRUPTED : ALLNORM_PEER_LEFT;
     if (rank == 0) t_interrupted = comm;
-    if (rank == 1) usleep(100'000);  // rank 0 waits meanwhile
+    if (rank == 1) usleep(100'000);  // meanwhile rank 0 waits
     const Clock clock;
     Call mine(algorithm);
     AllnormFault fault = {};
     int32_t status = mine.run(comm);
-    // one_shot needs only rows of rank 0, which were there before the interrupt.
+    // one_shot only needs rank 0's rows, which rank 0 stored before the interrupt.
     if (rank != 0 && status == ALLNORM_OK) status = mine.run(comm);
     check(status == expected && mine.is_nan(), "rank %d: %d, %s", rank, status,
           allnorm_last_error());
@@ -201,7 +201,7 @@ void test_beat(int algorithm) {
   });
 }
 
-// Calls in a child of fork() are refused, and do not reach the parent's peers.
+// Calls in a child of fork() are refused and do not reach the parent's peers.
 TEST(fork) {
   if (kRanksAreThreads) return;
   on_ranks(2, kNeverExpires, [&](Group&, AllnormComm* comm, int rank) {

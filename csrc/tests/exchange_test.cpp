@@ -1,5 +1,5 @@
-// Calls among ranks of the CPU backend, compared with allnorm_local() of everybody's inputs, which
-// rows_test compares with the numerics page.
+// Tests calls among ranks of the CPU backend. Compares the results with allnorm_local() applied to
+// all ranks' inputs; rows_test compares allnorm_local() with the numerics page.
 #include "cpu/memory.h"
 #include "protocol/layout.h"
 #include "tests/calls.h"
@@ -16,7 +16,8 @@ void random_delay(Random& random) {
   }
 }
 
-// Copies rows of `from`, at least one, so that no address is NULL.
+// Copies rows of `from`. Copies at least one row, because an empty matrix would have a NULL
+// address.
 Matrix rows_of(const Matrix& from, int64_t first, int64_t count, int64_t gap) {
   Matrix rows(from.dtype, std::max<int64_t>(1, count), from.columns, gap);
   for (int64_t row = 0; row < count; ++row) set_row(rows, row, row_of(from, first + row));
@@ -31,7 +32,7 @@ bool same_rows(const Matrix& got, const Matrix& want, int64_t first, int64_t cou
   return true;
 }
 
-// Draws a sum from `seed`, the same on all ranks, and compares its results.
+// Draws a reducing call from `seed`, the same on all ranks, and checks its results.
 void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int64_t tokens,
                 int64_t hidden_size) {
   Random random(seed);
@@ -116,19 +117,19 @@ void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int6
       static_cast<long long>(hidden), right_out ? "right" : "wrong",
       right_residual ? "right" : "wrong", right_bytes ? "right" : "wrong",
       right_scales ? "right" : "wrong");
-  // The last row of residual_out belongs to no rank.
+  // No rank owns the last row of residual_out.
   for (int64_t i = 0; i < hidden; ++i) {
     check(residual_out.bits(own, i) == (dtype == ALLNORM_FLOAT32 ? 0x5a5a5a5au : 0x5a5au),
           "wrote past the end of residual_out");
   }
 }
 
-// Every rank contributes its rows; any bit pattern arrives unchanged.
+// Every rank contributes its rows, and any bit pattern arrives unchanged.
 void random_gather(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   Random random(seed);
   const int dtype = static_cast<int>(random.below(3));
   const int64_t tokens = random.below(40), hidden = 1 + random.below(300);
-  // With one rank it is a sum of one addend, which makes every NaN canonical.
+  // With one rank the gather is a sum with a single addend, which makes every NaN canonical.
   const int style = world_size == 1 ? 0 : 2;
   const Matrix all = random_matrix(random, dtype, tokens, hidden, 0, style);
   const RowRange shard = row_shard(tokens, world_size, rank);
@@ -139,7 +140,7 @@ void random_gather(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
   call.op = ALLNORM_ALL_GATHER_ROWS;
   call.num_tokens = tokens;
   if (x.stride == hidden && random.below(2) == 0 && own > 0) {
-    // In place.
+    // Repeats the call in place.
     memcpy(&out.bytes[out.at(shard.begin, 0)], x.data(), out.at(own, 0));
     call.x = &out.bytes[out.at(shard.begin, 0)];
   }
@@ -149,7 +150,7 @@ void random_gather(AllnormComm* comm, int rank, int world_size, uint64_t seed) {
         static_cast<long long>(tokens), static_cast<long long>(hidden));
 }
 
-// In workspaces that hold every call, and in small ones, which cut calls into many chunks.
+// Uses workspaces that hold every call, and small workspaces, which split calls into many chunks.
 TEST(random_calls) {
   for (const int world_size : {1, 2, 3, 5, 8}) {
     for (const uint32_t first_op : {0u, 0x3ffffff0u, 0x7ffffff0u, 0xfffffff0u}) {
@@ -175,7 +176,7 @@ TEST(random_calls) {
   }
 }
 
-// Rows of models: more than one chunk holds.
+// Model-sized calls: more rows than one chunk can hold.
 TEST(large_calls) {
   for (const int world_size : {2, 4}) {
     on_ranks(world_size, {.workspace_bytes = 1 << 21}, [&](Group&, AllnormComm* comm, int rank) {
@@ -186,7 +187,7 @@ TEST(large_calls) {
   }
 }
 
-// Thousands of small calls as fast as possible: both algorithms and several shapes.
+// Makes thousands of small calls as fast as possible, with both algorithms and different shapes.
 TEST(fast_calls) {
   for (const int world_size : {2, 3}) {
     on_ranks(world_size, {}, [&](Group&, AllnormComm* comm, int rank) {

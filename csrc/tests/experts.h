@@ -14,7 +14,7 @@ namespace allnorm::testing {
 struct Experts {
   int dtype = 0, top_k = 0;
   int64_t tokens = 0, hidden = 0;
-  std::shared_ptr<Matrix> rows, shared;  // shared may be null; both are null if top_k is 0
+  std::shared_ptr<Matrix> rows, shared;  // `shared` may be null; both are null if top_k is 0
   std::vector<int32_t> index;            // may be empty
   std::vector<float> weights;            // may be empty
   int64_t num_rows = 0, index_stride = 0, weights_stride = 0;
@@ -36,7 +36,7 @@ struct Experts {
   int64_t row_of(int64_t token, int k) const {
     return index.empty() ? token * top_k + k : index[static_cast<size_t>(token * index_stride + k)];
   }
-  // The partial of a token according to the numerics page.
+  // Returns the partial of a token, as defined by the numerics page.
   std::vector<uint32_t> partial(int64_t token) const {
     const auto columns = static_cast<size_t>(hidden);
     std::vector<std::vector<uint32_t>> chosen;
@@ -57,8 +57,8 @@ struct Experts {
   }
 };
 
-// Draws the inputs of one rank. `fill` fills a matrix of rows. The gaps between rows are multiples
-// of `gaps` elements.
+// Draws one rank's inputs. `fill` fills a matrix of rows. The gaps between rows are multiples of
+// `gaps` elements.
 template <class Fill>
 Experts random_experts(Random& random, int dtype, int64_t tokens, int64_t hidden, const Fill& fill,
                        int64_t gaps = 1) {
@@ -71,11 +71,12 @@ Experts random_experts(Random& random, int dtype, int64_t tokens, int64_t hidden
   const auto count = static_cast<size_t>(tokens);
   experts.num_rows = tokens * experts.top_k;
   if (random.below(3) != 0) {
-    // Rows in any order; some are chosen twice or never, and some choices belong to other ranks.
+    // Choices refer to rows in any order. Some rows are chosen twice or never, and some choices
+    // belong to other ranks.
     experts.num_rows = random.below(3) == 0 ? random.below(3) : random.below(3 * tokens + 2);
     experts.index_stride = experts.top_k + random.below(3);
     experts.index.assign(count * static_cast<size_t>(experts.index_stride) + 1, -7);
-    const int64_t absent = random.below(5);  // quarters of the choices without a row on this rank
+    const int64_t absent = random.below(5);  // quarters of the choices that have no row here
     for (int64_t token = 0; token < tokens; ++token) {
       const bool none = random.below(6) == 0 || experts.num_rows == 0;
       for (int k = 0; k < experts.top_k; ++k) {

@@ -1,5 +1,5 @@
-// Calls of the CPU backend that fail: a peer that never comes, or comes with a different call.
-// Checks the status, the message, and that results are NaN.
+// Tests calls of the CPU backend that fail because a peer never makes the call, or makes a
+// different call. Checks the status and the message, and that results are NaN.
 #include <optional>
 
 #include "cpu/call.h"
@@ -10,7 +10,7 @@
 namespace allnorm::testing {
 namespace {
 
-// A call with every tensor: sharded or one_shot, quantized by groups of 16 or not at all.
+// A call that uses every tensor. Sharded or one_shot; quantized in groups of 16 or not quantized.
 struct Buffers {
   explicit Buffers(bool sharded, bool quantized = true) {
     fill(x, 1);
@@ -47,10 +47,10 @@ int64_t nan_rows(const Matrix& matrix) {
   return count;
 }
 
-// Rank 1 stops calling after `calls_before` calls. The others report it in time, all their results
-// are NaN, and so are those of every later call. A new communicator works.
+// Rank 1 stops calling after `calls_before` calls. The other ranks report it in time. The results
+// of that call and of every later call are NaN. A new communicator works.
 void test_silent_peer(int calls_before, bool two_shot, bool sharded, bool quantized) {
-  // Long enough for a rank that only waits for a CPU core: earlier calls must not time out.
+  // Longer than a rank ever waits for a CPU core, because earlier calls must not time out.
   constexpr int64_t kTimeoutNs = 1'000'000'000;
   constexpr uint32_t kFirstOp = 0x7fffffffu;
   Group group(3, 1 << 16), healthy(2, 1 << 16);
@@ -121,7 +121,7 @@ TEST(silent_peer) {
   for (const bool sharded : {false, true}) test_silent_peer(1, sharded, sharded, true);
 }
 
-// After a failure in a later chunk the rows of earlier chunks are kept.
+// After a failure in a later chunk, the rows of earlier chunks are kept.
 TEST(fill_nan) {
   for (const int rank : {0, 2}) {
     Buffers buffers(true);
@@ -138,7 +138,7 @@ TEST(fill_nan) {
       for (int64_t i = 5; i < 8; ++i) buffers.quant->expect_scale(buffers.call, row, i, 0x5a);
     }
     check(buffers.quant->as_expected(), "bytes or scales of rank %d", rank);
-    // The shard of rank 0 has three rows, the others two.
+    // Rank 0's shard has three rows, and the other shards have two.
     for (int64_t row = 0; row < 7; ++row) {
       const bool mine = row >= 1 && row < (rank == 0 ? 3 : 2);
       check((buffers.residual_out.bits(row, 0) == 0x7fff) == mine, "residual_out, row %lld",
@@ -147,7 +147,8 @@ TEST(fill_nan) {
   }
 }
 
-// One rank's call differs in one argument. Every rank reports it; `word` is in the messages.
+// One rank's call differs in one argument. Every rank reports the difference in a message that
+// contains `word`.
 void test_different_call(bool sharded, const char* word, void (*apply)(AllnormCall&), int who) {
   on_ranks(3, {.timeout_ns = 5'000'000'000}, [&](Group&, AllnormComm* comm, int rank) {
     Buffers buffers(sharded, sharded);
@@ -203,7 +204,7 @@ TEST(different_calls) {
   }
 }
 
-// A rank that starts from a different operation number is never taken for one in step.
+// A rank that starts from a different operation number is never mistaken for a rank in step.
 TEST(different_first_operation) {
   Group group(2, 1 << 16);
   run_ranks(2, [&](int rank) {
@@ -212,7 +213,7 @@ TEST(different_first_operation) {
     const int32_t status = allnorm_run(comm, &buffers.call);
     check(status == (rank == 0 ? ALLNORM_DIVERGED : ALLNORM_TIMEOUT), "rank %d: status %d", rank,
           status);
-    group.barrier();  // a rank that leaves would be reported for that
+    group.barrier();  // otherwise the peer would report that this rank left
     allnorm_comm_destroy(comm);
   });
 }

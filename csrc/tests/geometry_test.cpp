@@ -1,4 +1,4 @@
-// The grid of a launch: blocks, clusters and threads.
+// Tests how the grid of a launch is chosen: blocks, clusters and threads.
 #include "gpu/geometry.h"
 
 #include <array>
@@ -24,7 +24,7 @@ TEST(grids) {
   check_grid(kSms + 1, 1, kMaxBlocks, Grid::kDense);
   check_grid(kSms / 2, 2, kSms + 1, Grid::kSparse);
   check_grid(kSms / 2 + 1, 2, kSms + 1, Grid::kDense);
-  // With a limit on blocks. One cluster is the service cluster.
+  // With a block limit. One of the clusters is the service cluster.
   check_grid(63, 1, 64, Grid::kSparse);
   check_grid(64, 1, 64, Grid::kFew);
   check_grid(31, 2, 64, Grid::kSparse);
@@ -69,8 +69,8 @@ TEST(clusters) {
 }
 
 TEST(wider_clusters) {
-  // Rows that are resident at once when a row takes 1, 2, 4 or 8 blocks: of 5376 columns with a
-  // post norm, and of experts.
+  // How many rows are resident at once if a row takes 1, 2, 4 or 8 blocks: rows of 5376 columns
+  // with a post norm, and sums of experts.
   using Rows = std::array<int, 4>;
   const struct {
     Rows rows;

@@ -1,5 +1,6 @@
-// The host side of the CUDA backend, with the fake runtime: failures of CUDA functions, code
-// compiled for older devices, alignment, graphs, and calls around exchanges between islands.
+// Tests the host side of the CUDA backend with the fake runtime: failures of CUDA functions, code
+// compiled for older devices, alignment, graphs, and the calls before and after exchanges between
+// islands.
 #include "abi/tag.h"
 #include "protocol/call_tag.h"
 #include "tests/fake_cuda/rank.h"
@@ -9,8 +10,8 @@ namespace {
 
 using fake::launches;
 
-// Runs `attempt` and `undo` repeatedly, and lets each call of the runtime fail in turn. A failure
-// must be reported, and nothing may be left after `undo`.
+// Runs `attempt` and `undo` repeatedly, and each time makes the next runtime call fail. The failure
+// must be reported, and `undo` must release everything.
 template <class Attempt, class Undo>
 void fail_everywhere(const char* what, Attempt&& attempt, Undo&& undo) {
   fake::reset();
@@ -54,14 +55,14 @@ TEST(failed_start_leaves_nothing) {
   fail_everywhere(
       "ipc_open", [&] { return allnorm_ipc_open(0, &handle, &address); },
       [&] {
-        // A failed open returns no address.
+        // A mapping that cannot be opened has no address.
         void* const peers[2] = {nullptr, address};
         check(allnorm_ipc_leave(0, 0, 2, peers) == ALLNORM_OK, "leave: %s", allnorm_last_error());
         address = nullptr;
       });
 }
 
-// The probe reports missing words, waits for late ones, and returns errors of CUDA.
+// The probe reports missing words, waits for late words, and returns CUDA errors.
 TEST(probe) {
   fake::reset();
   alignas(8) static char memory[2][PushControl::kBytes];
@@ -74,7 +75,7 @@ TEST(probe) {
     return allnorm_ipc_probed(0, 0, 2, memory[0], timeout_ns, &missing);
   };
   check(probed(20'000'000) == ALLNORM_OK && missing == 2, "no word has arrived: %x", missing);
-  uint32_t word = PushControl::probe_word(0);  // of a different rank
+  uint32_t word = PushControl::probe_word(0);  // a different rank's word
   memcpy(memory[0] + PushControl::probe(1), &word, sizeof(word));
   check(probed(0) == ALLNORM_OK && missing == 2, "a wrong word has arrived: %x", missing);
   word = PushControl::probe_word(1);
@@ -92,7 +93,7 @@ TEST(probe) {
   check(allnorm_ipc_probed(0, 0, 2, memory[0], 0, nullptr) == ALLNORM_INVALID_ARGUMENT, "NULL");
 }
 
-// A mapping that cannot be closed does not prevent closing the others.
+// If one mapping cannot be closed, the others are closed all the same.
 TEST(every_mapping_is_closed) {
   AllnormIpcHandle handle = {};
   for (const char* function : {"cudaMemcpy", "cudaDeviceSynchronize", "cudaIpcCloseMemHandle"}) {
@@ -122,8 +123,8 @@ AllnormCall tall(Rank& rank, cudaStream_t stream) {
   return call;
 }
 
-// A call without rows is an operation like any other: its announcement reaches peers whose call has
-// rows, and vice versa.
+// A call without rows is an ordinary operation: its announcement reaches peers whose call has rows,
+// and theirs reach it.
 TEST(call_without_rows) {
   for (const int64_t rows : {0, 3}) {
     fake::reset();
@@ -153,7 +154,8 @@ void check_broken(Rank& rank, const char* what) {
         "%s: check: status %d, rank %d", what, fault.status, fault.rank);
 }
 
-// A rank whose launch failed tells its peers in place of that call, and makes no later call.
+// A rank whose launch failed sends its peers a refusal in place of that call, and makes no later
+// call.
 TEST(failed_launch) {
   for (const int nth : {0, 1}) {
     for (const bool captured : {false, true}) {
@@ -188,7 +190,7 @@ TEST(failed_launch) {
   }
 }
 
-// If no launch succeeds any more, kernels of graphs are told not to wait.
+// If launches keep failing, a flag tells the kernels in graphs not to wait.
 TEST(nothing_can_be_launched) {
   fake::reset();
   Rank rank;
@@ -202,8 +204,8 @@ TEST(nothing_can_be_launched) {
   check_broken(rank, "nothing");
 }
 
-// Any CUDA function fails during a call: either all launches are made, or the rank makes no later
-// call.
+// Makes each CUDA function fail during a call. Either all launches of the call are made, or the
+// rank makes no later call.
 TEST(every_failure_in_a_call) {
   enum { kFirst, kOtherStream, kMortalStream, kCaptured, kCapturedAgain };
   for (const int kind : {kFirst, kOtherStream, kMortalStream, kCaptured, kCapturedAgain}) {
@@ -245,7 +247,8 @@ TEST(every_failure_in_a_call) {
       if (kind >= kCaptured && cudaStreamEndCapture(stream, &graph) == cudaSuccess) {
         cudaGraphDestroy(graph);
       }
-      // A graph keeps its communicator. A call that failed before its first launch is in no graph.
+      // A graph keeps its communicator alive. A call that failed before its first launch is in no
+      // graph.
       const bool in_graph =
           kind == kCapturedAgain || (kind == kCaptured && launches().size() > before);
       const int32_t closed = rank.close();
@@ -339,7 +342,7 @@ TEST(loaded_code) {
         Code{8, 100, 100, 100, 100}}) {
     check_code(code);
   }
-  // No code for the device at all.
+  // The library has no code for the device at all.
   fake::reset();
   const int alive = fake::num_alive();
   Rank rank;
@@ -353,7 +356,8 @@ TEST(loaded_code) {
 
 // ---- alignment
 
-// The call is refused without a launch, and the communicator remains usable.
+// A call with a misaligned address is refused without a launch, and the communicator remains
+// usable.
 void check_refused(Rank& rank, const AllnormCall& call, const char* words) {
   const size_t before = launches().size();
   check(rank.run(call) == ALLNORM_INVALID_ARGUMENT && error_has(words),
@@ -395,7 +399,7 @@ TEST(alignment) {
     call.*stride += 4;
     check(rank.run(call) == ALLNORM_OK, "rows 8 elements further apart: %s", allnorm_last_error());
     call.*stride -= 4;
-    call.num_tokens = 1;  // there is no next row
+    call.num_tokens = 1;  // with a single row the stride does not matter
     check(rank.run(call) == ALLNORM_OK, "one row: %s", allnorm_last_error());
   }
   // The address of an empty shard does not matter.
@@ -416,8 +420,8 @@ TEST(alignment) {
 
 // ---- exchanges between islands
 
-// The launch before the exchange makes float32 sums of owned rows; the one after it adds the sums
-// of all islands.
+// The launch before the exchange computes float32 sums of owned rows. The launch after it adds the
+// sums of all islands.
 TEST(islands) {
   using Kind = KernelKind;
   fake::reset();
@@ -451,7 +455,7 @@ TEST(islands) {
   AllnormCall sharded = rest;
   sharded.flags |= ALLNORM_RESIDUAL_SHARDED;
   check_launched(sharded, Kind::kOwnedFinished, "the rest, sharded");
-  // These calls, and a call within one island, have different tags.
+  // These two calls and a call within one island all have different tags.
   AllnormCall flat = rank.norm(nullptr, 5);
   flat.algorithm = ALLNORM_TWO_SHOT;
   check(rank.run(flat) == ALLNORM_OK, "flat: %s", allnorm_last_error());

@@ -1,5 +1,5 @@
-// The host side of the CUDA backend, with the fake runtime: the order of calls of one communicator
-// on any streams and in captures, and when a launch may begin.
+// Tests the host side of the CUDA backend with the fake runtime: the order of one communicator's
+// calls on any streams and in captures, and when a launch may begin.
 #include <algorithm>
 #include <thread>
 
@@ -12,7 +12,8 @@ namespace {
 using fake::launches;
 using fake::replays;
 
-// Checks that each launch comes after all earlier ones that are eager too, or in the same capture.
+// Checks that each launch is ordered after all earlier launches of the same kind: eager after
+// eager, captured after those of the same capture.
 void check_order(const char* what) {
   for (size_t later = 0; later < launches().size(); ++later) {
     for (size_t earlier = 0; earlier < later; ++earlier) {
@@ -40,7 +41,7 @@ struct Scene {
   Rank rank;
 };
 
-// A repeated call only queries the capture status.
+// A repeated call queries the capture status and does nothing else for its order.
 TEST(repeated_calls) {
   Scene scene("repeated");
   const cudaStream_t streams[] = {new_stream(true), nullptr, cudaStreamLegacy};
@@ -63,7 +64,7 @@ TEST(repeated_calls) {
   }
 }
 
-// Returns when the last launch begins, according to its attribute and its edge in a capture.
+// Returns when the last launch begins, judging by its attribute and its edge in a capture.
 Start start_of_last() {
   const fake::Launch& launch = launches().back();
   const bool programmatic = launch.edge.type == cudaGraphDependencyTypeProgrammatic;
@@ -72,7 +73,7 @@ Start start_of_last() {
   return launch.dependent ? Start::kLetIn : begun ? Start::kBegun : Start::kEnded;
 }
 
-// Returns the node that the next launch of a captured stream follows.
+// Returns the graph node that the next launch on a captured stream depends on.
 cudaGraphNode_t last_node(cudaStream_t stream) {
   const cudaGraphNode_t* nodes = nullptr;
   size_t num_nodes = 0;
@@ -82,9 +83,9 @@ cudaGraphNode_t last_node(cudaStream_t stream) {
   return nodes[0];
 }
 
-// In a capture, a call is a dependent launch of the kernel before it if that kernel is a call or a
-// dependent launch, or cannot be queried. After other kernels, a call begins once their blocks have
-// started.
+// In a capture, a call is a dependent launch of the preceding kernel if that kernel is a call, is a
+// dependent launch, or cannot be queried. After any other kernel, a call begins once all blocks of
+// that kernel have started.
 TEST(when_a_launch_begins) {
   for (const bool local : {false, true}) {
     Scene scene("when a launch begins");
@@ -110,7 +111,7 @@ TEST(when_a_launch_begins) {
     check(run() == Start::kLetIn, "after a dependent launch");
     fake::launch_foreign(stream, false);
     if (!local) {
-      // A call of several launches: only the first follows the foreign kernel.
+      // A call with multiple launches: only the first launch follows the foreign kernel.
       const size_t before = launches().size();
       run(4096);
       check(launches().size() > before + 1, "the call is one launch");
@@ -129,15 +130,15 @@ TEST(when_a_launch_begins) {
       check(run() == Start::kEnded, "%s fails", name);
       check(fake::has_failed(name), "%s is not called", name);
     }
-    // The end of a kernel that began early does not imply the end of its predecessors.
+    // When a kernel that began early has ended, its predecessors may still run.
     cudaGraphNode_t node = last_node(stream);
     const cudaGraphEdgeData begun = {.from_port = cudaGraphKernelNodePortLaunchCompletion,
                                      .type = cudaGraphDependencyTypeDefault};
     cudaStreamUpdateCaptureDependencies(stream, &node, &begun, 1, cudaStreamSetCaptureDependencies);
     fake::launch_foreign(stream, false);
     check(run() == Start::kEnded, "after a kernel that began early");
-    // Blocks of a different device or priority may be scheduled after ours, which would wait for
-    // them.
+    // Blocks on a different device, or with a different priority, may be scheduled after the call's
+    // blocks, which would then wait for them.
     for (const bool device : {false, true}) {
       cudaStream_t other = nullptr;
       cudaStreamCreateWithPriority(&other, cudaStreamNonBlocking, device ? 0 : -1);
@@ -150,14 +151,14 @@ TEST(when_a_launch_begins) {
                                           cudaStreamSetCaptureDependencies);
       check(run() == Start::kEnded, "after a different %s", device ? "device" : "priority");
     }
-    // After two kernels, the start cannot be chosen.
+    // After two kernels, no early start can be chosen.
     const cudaStream_t other = new_stream(true);
     follow(other, stream);
     fake::launch_foreign(other, false);
     follow(stream, other);
     check(run() == Start::kLetIn, "after two");
     cudaGraphExecDestroy(end_capture(stream));
-    // The graph of a part of a layer begins with a GEMM.
+    // The graph of a partial layer begins with a GEMM.
     cudaStreamBeginCapture(stream);
     fake::launch_foreign(stream, false);
     check(run() == Start::kBegun, "after a plain launch that begins the capture");
@@ -178,7 +179,7 @@ TEST(a_failed_launch_takes_its_start_back) {
     AllnormCall call = rank.norm(stream);
     const int32_t status = local ? allnorm_local(&call) : rank.run(call);
     check(status == ALLNORM_SYSTEM && fake::has_failed(fake::kLaunch), "status %d", status);
-    // The communicator has launched a kernel that tells the peers.
+    // The communicator has launched a kernel that sends a refusal to the peers.
     check(start_of_last() == Start::kEnded, "the launch after one that failed");
     fake::launch_foreign(stream, false);
     check(start_of_last() == Start::kEnded, "a different library's launch after one that failed");
@@ -208,7 +209,7 @@ TEST(no_early_start_without_dependent_launch) {
   cudaGraphExecDestroy(end_capture(stream));
 }
 
-// A call that waits for a call of a different stream follows two kernels.
+// A call that waits for a call on a different stream follows two kernels.
 TEST(ordered_calls_begin_after_both) {
   fake::reset();
   Rank rank;
@@ -233,7 +234,7 @@ TEST(stream_of_thread) {
   scene.run(cudaStreamPerThread);
 }
 
-// A call cannot follow eager work of a stream that is being captured: it is refused.
+// A call that would have to wait for eager work on a stream that is being captured is refused.
 TEST(refusal) {
   Scene scene("the last stream is captured");
   const cudaStream_t a = new_stream(true), b = new_stream(true);
@@ -301,7 +302,7 @@ class Program {
   };
   struct Recorded {
     cudaEvent_t event;
-    int capture;  // of its stream at that time; 0: none
+    int capture;  // the capture of its stream when it was recorded; 0: none
   };
 
   size_t any_index(size_t size) {
@@ -330,7 +331,7 @@ class Program {
   }
 
   void call(Stream& stream) {
-    // A call on a different stream would have to record an event on the captured stream.
+    // An eager call on a different stream would have to record an event on the captured stream.
     const bool impossible = stream.capture == 0 && last_ != kNone && last_ != stream.handle &&
                             last_lasts_ && stream_of(last_).capture != 0;
     const int32_t status = rank_.run(stream.handle);
@@ -359,7 +360,7 @@ class Program {
     cudaEventRecord(event, stream.handle);
     events_.push_back({event, stream.capture});
   }
-  // Waits for an event if CUDA's rules allow it; a stream that is not captured may join a capture.
+  // Waits for an event if CUDA's rules allow it. By waiting, a stream may join a capture.
   void wait(Stream& stream, size_t index) {
     const Recorded recorded = events_[index];
     const bool ended = recorded.capture != 0 &&

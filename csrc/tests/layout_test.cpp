@@ -1,4 +1,4 @@
-// The layout of a workspace: nothing overlaps, and nothing lies outside.
+// Tests the layout of a workspace: nothing overlaps, and nothing lies outside the workspace.
 #include "protocol/layout.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace {
 
 using Wide = __int128;
 
-// Marks the bytes in use, and reports those used twice or outside.
+// Marks bytes as used, and reports bytes that are used twice or lie outside the workspace.
 class Marks {
  public:
   Marks(int64_t bytes, int world_size, int packs, int64_t rows)
@@ -63,13 +63,14 @@ TEST(pull_control) {
   check(PullControl::tag(0) / 16 != PullControl::tag(1) / 16, "tags overlap");
 }
 
-// Operations of all kinds in random order: an operation only uses slots and tags whose half was
-// left since their last use, long enough ago (see "Why a slot may be reused" in gpu/exchange.cuh).
+// Places operations of all kinds in random order. An operation may only use slots and tags if
+// enough halves have begun since their last use (see "Why a slot may be reused" in
+// gpu/exchange.cuh).
 TEST(slot_places) {
   Random random(7);
   struct Use {
     int64_t operation = -1;
-    int64_t half = -1;  // number of halves begun before
+    int64_t half = -1;  // the half of the last use, counted from the first operation
   };
   Use units[kPushUnits], tags[PushControl::kTagSlots];
   int64_t large_phases[kLargePhases] = {-1, -1};
@@ -77,7 +78,7 @@ TEST(slot_places) {
   uint32_t kept = 0;
   const uint32_t first_op = 0xffffff00u;
   for (int64_t k = 0; k < 20000; ++k) {
-    // Runs of one kind, then of mixed kinds.
+    // Runs of operations of one kind alternate with runs of mixed kinds.
     const uint64_t kind = k / 100 % 4 == 3 ? random.below(3) : static_cast<uint64_t>(k / 100 % 4);
     const SlotPlace place = {kept, kind == 1 ? kHalfUnits / 2 : 1u, kind == 2};
     const uint32_t unit = place.unit();
@@ -142,7 +143,7 @@ TEST(phases) {
   }
 }
 
-// Every rank's workspace has this layout, so ranks get a copy each.
+// Every rank's workspace has this layout, so each rank gets its own copy.
 TEST(push_slots) {
   for (int world_size = 2; world_size <= kPushMaxWorldSize; ++world_size) {
     for (const int32_t packs : {1, 31, 32, 33, 64, 360, 513}) {
@@ -168,7 +169,7 @@ TEST(push_slots) {
   }
 }
 
-// Slots of rows with owners.
+// Tests the slots of rows with owners.
 TEST(push_slots_of_owned_rows) {
   for (int world_size = 2; world_size <= kPushMaxWorldSize; ++world_size) {
     for (const int32_t packs : {1, 33, 64}) {
@@ -201,7 +202,7 @@ TEST(push_slots_of_owned_rows) {
   }
 }
 
-// Offsets of large launches do not overflow: compared with 128-bit arithmetic.
+// The offsets of large launches do not overflow. Compares them with 128-bit arithmetic.
 TEST(large_offsets) {
   const int64_t rows = 400'000;
   const int32_t packs = 2048;
@@ -227,7 +228,8 @@ TEST(pull_rows) {
         "sums end after the chunk");
 }
 
-// Bytes that a rank writes in a phase, within the space that rows_per_chunk() reserves.
+// Returns the bytes that a rank writes in a phase. They must fit into the space that
+// rows_per_chunk() reserves.
 TEST(pull_owned_rows) {
   const FinishedRow finished[] = {{.normed_bytes = 6},
                                   {.quantized_bytes = 3},
@@ -268,8 +270,8 @@ TEST(row_shard) {
   }
 }
 
-// dealt_row() visits each row once. In a chunk that begins with rank 0, the rows of an owner are
-// consecutive, and row_shard() of the chunk says how many there are.
+// dealt_row() visits each row once. In a chunk that begins with rank 0, each owner's rows are
+// consecutive, and row_shard() of the chunk returns their number.
 TEST(dealt_row) {
   for (const int world_size : {1, 2, 3, 8, 64}) {
     for (const int64_t rows : {0, 1, 7, 64, 65, 200}) {
@@ -296,8 +298,8 @@ TEST(dealt_row) {
   }
 }
 
-// The rows of a chunk fit into a phase, for every algorithm. Chunks of rows with owners are whole
-// rounds.
+// For every algorithm, the rows of a chunk fit into a phase. A chunk of rows with owners consists
+// of whole rounds.
 TEST(rows_per_chunk) {
   AllnormCall call = {};
   call.struct_bytes = sizeof(call);

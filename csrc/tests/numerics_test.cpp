@@ -1,4 +1,5 @@
-// The conversions and the divisions of protocol/numerics.h, mostly for every float32 that matters.
+// Tests the conversions and divisions of protocol/numerics.h, mostly with every float32 that
+// matters.
 #include "protocol/numerics.h"
 
 #include <algorithm>
@@ -21,7 +22,7 @@ TEST(to_e4m3) {
   for (const int dtype : {ALLNORM_BFLOAT16, ALLNORM_FLOAT16}) {
     for (uint32_t bits = 0; bits < 65536; ++bits) check_e4m3(to_float(dtype, bits));
   }
-  // Every number, every tie between two, and their neighbors.
+  // Every number, every tie between two adjacent numbers, and the neighbors of these ties.
   for (int bits = 0; bits < 0x7e; ++bits) {
     const double tie = (e4m3_value(bits) + e4m3_value(bits + 1)) / 2;
     for (const double middle : {e4m3_value(bits), tie, 464.0, 448.0}) {
@@ -53,8 +54,8 @@ TEST(from_e4m3) {
   }
 }
 
-// The e2m1 code of a magnitude is the number of ties below it. A value at a tie also counts that
-// tie if the upper neighbor is even.
+// The e2m1 code of a magnitude is the number of ties below it. For a value exactly at a tie, the
+// tie counts too if the upper neighbor is even.
 uint32_t e2m1_by_ties(float size) {
   return (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) +
          (size >= 3.5f) + (size > 5.0f);
@@ -125,8 +126,8 @@ void check_division(const Divisor& divisor, float y, float scale) {
   }
 }
 
-// Tens of millions of quotients: every 16-bit y by scales of many greater amax, and quotients at or
-// next to ties of e4m3.
+// Checks tens of millions of quotients: every 16-bit y divided by the scales of many greater amax,
+// and quotients at or next to e4m3 ties.
 TEST(scale_divisor) {
   Random random(3);
   for (const int dtype : {ALLNORM_BFLOAT16, ALLNORM_FLOAT16}) {
@@ -161,7 +162,7 @@ TEST(scale_divisor) {
       if (y <= amax) check_division(divisor, -y, scale);
     }
   }
-  // Infinity by infinity is NaN, anything else by infinity is zero.
+  // Infinity divided by infinity is NaN. Any other value divided by infinity is zero.
   for (const float y : {0.0f, -0.0f, 1e-40f, -3e38f, INFINITY, -INFINITY, NAN}) {
     check_division(ScaleDivisor(INFINITY), y, INFINITY);
     check_division(ScaleDivisor(NAN), y, NAN);
@@ -170,7 +171,7 @@ TEST(scale_divisor) {
         static_cast<long long>(g_divisions));
 }
 
-// Quotients of any size, by a given scale.
+// Quotients of any size, with a given scale as the divisor.
 TEST(given_scale_divisor) {
   Random random(6);
   for (int i = 0; i < 200 / kFewer; ++i) {
@@ -188,9 +189,9 @@ TEST(given_scale_divisor) {
   }
 }
 
-// Counts how often a / b and divide_by_reciprocal() lie on different sides of `tie`: for every
-// significand of b in steps of `step`, and every a whose quotient is next to the tie. Vector
-// instructions reduce the time to seconds.
+// Counts how often a / b and divide_by_reciprocal() lie on different sides of `tie`. Tries every
+// `step`-th significand of b, and every a whose quotient is next to the tie. Vector instructions
+// reduce the time to seconds.
 #if defined(__x86_64__)
 __attribute__((target("avx2,fma")))
 #endif
@@ -208,9 +209,9 @@ int64_t count_wrong_sides(float tie, uint32_t step) {
   return wrong;
 }
 
-// After one correction the quotient is at most one unit off, so its e4m3 number can only be wrong
-// next to a tie. Tries all significands of a scale there; exponents do not matter, because nothing
-// is denormal.
+// After one correction the quotient is at most one unit off, so rounding it to e4m3 can only go
+// wrong next to a tie. Tries all significands of a scale there. Exponents do not matter, because no
+// value is denormal.
 TEST(one_correction_is_enough_for_e4m3) {
 #if defined(__x86_64__)
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
@@ -219,7 +220,8 @@ TEST(one_correction_is_enough_for_e4m3) {
   }
 #endif
   for (int sixteenths = 16; sixteenths < 32; ++sixteenths) {
-    // Ties of normal numbers are odd sixteenths; those of subnormal ones may be even.
+    // The ties between normal numbers are odd sixteenths. Those between subnormal numbers may be
+    // even.
     const float tie = static_cast<float>(sixteenths) / 16.0f;
     const int64_t wrong = count_wrong_sides(tie, kFewer == 1 ? 1 : 1001);
     check(wrong == 0, "%lld quotients are on the wrong side of %g", static_cast<long long>(wrong),
@@ -227,9 +229,10 @@ TEST(one_correction_is_enough_for_e4m3) {
   }
 }
 
-// reciprocal_rms() without a division, for every significand of the sum and many widths, every
-// significand of the mean square with both parities of its exponent, and unusual values. The GPU's
-// table determines how good the guess of the root is; the guess of the reciprocal may be bad.
+// Tests reciprocal_rms() without a division: every significand of the sum with many widths, every
+// significand of the mean square with both parities of its exponent, and unusual values. On a GPU,
+// a hardware table determines how good the guess of the root is. The guess of the reciprocal may be
+// bad.
 TEST(reciprocal_rms) {
   const auto exact = [](float square) { return static_cast<float>(1.0 / std::sqrt(wide(square))); };
   const auto compare = [&](float sum, float width, float eps) {

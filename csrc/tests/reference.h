@@ -21,7 +21,7 @@ inline uint32_t to_bits(float value) {
   return bits;
 }
 
-// f(.) of the numerics page: the value of an element.
+// f(.) of the numerics page: converts an element to float32.
 inline float to_float(int dtype, uint32_t bits) {
   if (dtype == ALLNORM_FLOAT32) return from_bits(bits);
   if (dtype == ALLNORM_BFLOAT16) return from_bits(bits << 16);
@@ -40,7 +40,8 @@ inline uint32_t round_bits(int dtype, float value) {
   const uint32_t sign = to_bits(value) >> 31 << 15;
   const double magnitude = std::fabs(static_cast<double>(value));
   if (std::isinf(magnitude)) return sign | (dtype == ALLNORM_BFLOAT16 ? 0x7f80u : 0x7c00u);
-  // Positive 16-bit numbers are ordered like their bits: search for the neighbors of the value.
+  // Positive 16-bit numbers are in the order of their bits, so search for the neighbors of the
+  // value.
   const uint32_t infinity = dtype == ALLNORM_BFLOAT16 ? 0x7f80 : 0x7c00;
   uint32_t low = 0, high = infinity;
   while (high - low > 1) {
@@ -48,7 +49,7 @@ inline uint32_t round_bits(int dtype, float value) {
     (static_cast<double>(to_float(dtype, middle)) <= magnitude ? low : high) = middle;
   }
   const double below = static_cast<double>(to_float(dtype, low));
-  // For rounding, infinity is the number that would follow the largest finite one.
+  // For rounding, infinity counts as the number that would follow the largest finite number.
   const double above = high == infinity ? 2 * below - static_cast<double>(to_float(dtype, low - 1))
                                         : static_cast<double>(to_float(dtype, high));
   const double to_below = magnitude - below, to_above = above - magnitude;
@@ -60,8 +61,9 @@ struct Expected {
   std::vector<uint32_t> out, residual_out;
 };
 
-// Step 0: a rank's partial of one token, in bits of `dtype`. `rows`: the chosen rows that the rank
-// has, in order. `weights`: one factor per row, or none. `shared`: the row added last, or empty.
+// Step 0: returns a rank's partial of one token, in bits of `dtype`. `rows`: the chosen rows that
+// are on this rank, in order. `weights`: one factor per row, or empty. `shared`: the row to add
+// last, or empty.
 inline std::vector<uint32_t> reference_partial(int dtype, size_t hidden,
                                                const std::vector<std::vector<uint32_t>>& rows,
                                                const std::vector<float>& weights,
@@ -80,7 +82,7 @@ inline std::vector<uint32_t> reference_partial(int dtype, size_t hidden,
   return bits;
 }
 
-// Step 4: 1 / rms of a row; a pack has `pack` elements.
+// Step 4: returns 1 / rms of a row. A pack has `pack` elements.
 inline float reference_rstd(const std::vector<float>& z, size_t pack, float eps) {
   const size_t hidden = z.size();
   std::vector<float> chunk_sums;
@@ -110,7 +112,7 @@ inline float reference_rstd(const std::vector<float>& z, size_t pack, float eps)
   return 1.0f / std::sqrt(mean + eps);
 }
 
-// Step 5: y of a row, in bits of call.dtype.
+// Step 5: returns y of a row, in bits of call.dtype.
 inline std::vector<uint32_t> reference_y(const AllnormCall& call, const std::vector<float>& z,
                                          float rstd, const std::vector<uint32_t>& weight,
                                          int weight_dtype, float weight_bias) {
@@ -143,8 +145,8 @@ inline void reference_change(const AllnormCall& call, std::vector<uint32_t>& red
   }
 }
 
-// Computes one row of a call. sources[r] and residual (may be empty) are bits of `dtype`, weight of
-// `weight_dtype`.
+// Computes one row of a call. sources[r] and residual (may be empty) are in bits of `dtype`, weight
+// in bits of `weight_dtype`.
 inline Expected reference_row(const AllnormCall& call,
                               const std::vector<std::vector<uint32_t>>& sources,
                               const std::vector<uint32_t>& residual,
@@ -182,13 +184,13 @@ inline Expected reference_row(const AllnormCall& call,
   return expected;
 }
 
-// The value of e4m3 bits 0 to 0x7e: the finite numbers without a sign.
+// Returns the value of e4m3 bits in the range 0 to 0x7e, the finite numbers without a sign.
 inline double e4m3_value(int bits) {
   const int exponent = bits >> 3, mantissa = bits & 7;
   return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
 }
 
-// e4m3fn(min(max(value, -448), 448)): the nearest of all e4m3 numbers.
+// Returns e4m3fn(min(max(value, -448), 448)) by searching all e4m3 numbers for the nearest one.
 inline uint8_t reference_e4m3(float value) {
   if (std::isnan(value)) return 0x7f;
   const double magnitude = std::fmin(std::fabs(static_cast<double>(value)), 448.0);
@@ -201,7 +203,8 @@ inline uint8_t reference_e4m3(float value) {
   return static_cast<uint8_t>(nearest | (std::signbit(value) ? 0x80 : 0));
 }
 
-// e2m1(value) in four bits, for any value but NaN: the nearest of all e2m1 numbers.
+// Returns e2m1(value) in four bits, for any value but NaN, by searching all e2m1 numbers for the
+// nearest one.
 inline uint8_t reference_e2m1(float value) {
   static constexpr double kSizes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   const double magnitude = std::fmin(std::fabs(static_cast<double>(value)), 6.0);
@@ -216,8 +219,8 @@ inline uint8_t reference_e2m1(float value) {
 
 struct ExpectedQuant {
   std::vector<uint8_t> bytes;
-  // One per group: bits of a float32, where NaN is 0x7fffffff; for NVFP4 of an e4m3. Empty for
-  // PER_TENSOR.
+  // One per group: the bits of a float32 (NaN is 0x7fffffff), or for NVFP4 the bits of an e4m3.
+  // Empty for PER_TENSOR.
   std::vector<uint32_t> scales;
 };
 
@@ -250,8 +253,8 @@ inline ExpectedQuant reference_nvfp4(const AllnormCall& call, const std::vector<
   }
   return expected;
 }
-// Step 6: quantizes one row. `y_bits`: `out` of reference_row(). Reads dtype, quant, scale_format
-// and group_size of the call, *scale for PER_TENSOR and *global_scale for NVFP4.
+// Step 6: quantizes one row. `y_bits`: `out` of reference_row(). Reads the call's dtype, quant,
+// scale_format and group_size, and also *scale for PER_TENSOR and *global_scale for NVFP4.
 inline ExpectedQuant reference_quantize(const AllnormCall& call,
                                         const std::vector<uint32_t>& y_bits) {
   if (call.quant == ALLNORM_QUANT_NVFP4) return reference_nvfp4(call, y_bits);

@@ -1,4 +1,5 @@
-// Calls and configurations that the C ABI must refuse, with a message that names the argument.
+// Tests calls and configurations that the C ABI must refuse, with a message that names the
+// argument.
 #include <optional>
 
 #include "tests/calls.h"
@@ -76,7 +77,7 @@ void* later(const void* data, int64_t bytes) {
 TEST(defects_of_calls) {
   struct Defect {
     Base base;
-    const char* word;  // in the message
+    const char* word;  // a word that the message must contain
     void (*apply)(AllnormCall&);
   };
   using enum Base;
@@ -267,8 +268,8 @@ TEST(null_pointers) {
   allnorm_comm_destroy(comm);
 }
 
-// A row, or a round of rows with owners, that does not fit into the workspace is refused on every
-// rank. The communicator remains usable.
+// Every rank refuses a call if a row, or a round of rows with owners, does not fit into the
+// workspace. The communicator remains usable.
 TEST(calls_that_do_not_fit) {
   // A round of two rows: 2 * 128 bytes of partials, 128 + 64 + 16 finished bytes: 464 per phase.
   constexpr int64_t kTooSmall = 4096 + 2 * 448, kEnough = 4096 + 2 * 512;

@@ -1,5 +1,5 @@
-// Rows of calls on CPU against the numerics page, bit for bit: the row kernels of every instruction
-// set, and allnorm_local().
+// Compares rows computed on CPU with the numerics page bit for bit: the row kernels of every
+// instruction set, and allnorm_local().
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -12,7 +12,7 @@
 namespace allnorm::testing {
 namespace {
 
-// A weight with zero, infinite or NaN columns: they change whole groups of a quantized row.
+// A weight with zero, infinite or NaN columns, which affect whole groups of a quantized row.
 Matrix random_weight(Random& random, int dtype, int64_t hidden) {
   Matrix weight = random_matrix(random, dtype, 1, hidden, 0, 1);
   for (int64_t count = random.below(4); count > 0; --count) {
@@ -26,7 +26,7 @@ Matrix random_weight(Random& random, int dtype, int64_t hidden) {
   return weight;
 }
 
-// Draws a call of about this size, and runs it in every way.
+// Draws a call of about this size, and runs it with every kernel.
 void test_call(Random& random, int dtype, int64_t tokens, int64_t hidden_size) {
   AllnormCall call = {};
   call.op = random.below(8) == 0 ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
@@ -37,7 +37,7 @@ void test_call(Random& random, int dtype, int64_t tokens, int64_t hidden_size) {
   const int64_t hidden = call.hidden_size;
   const bool with_residual = is_norm(call) && random.below(3) != 0;
 
-  // The sources, one below the other, or the rows of experts.
+  // The sources, stored one below the other, or the experts' rows.
   Experts experts;
   int sources = 1;
   if (random.below(3) == 0) {
@@ -99,7 +99,7 @@ void test_call(Random& random, int dtype, int64_t tokens, int64_t hidden_size) {
     quant = quant_before;
     quant.attach(call);
     execute();
-    // Comparing all bytes finds writes between rows, too.
+    // Comparing all bytes also finds writes between rows.
     const bool right_out = result.bytes == want.bytes, right_sum = sum.bytes == want_sum.bytes;
     check(
         right_out && right_sum && (!is_quantized(call) || quant.as_expected()),
@@ -172,7 +172,8 @@ TEST(negative_zero) {
 }
 
 #if defined(__x86_64__)
-// A process that flushes denormals gets the same bits as one that does not, and keeps its mode.
+// A process that flushes denormals gets the same bits as one that does not, and its mode is
+// preserved.
 TEST(float_mode) {
   const unsigned before = _mm_getcsr();
   constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x40;

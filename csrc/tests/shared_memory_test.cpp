@@ -1,4 +1,4 @@
-// Named shared memory: opening what was created, and the errors.
+// Tests named shared memory: creating and opening it, and the errors.
 #include <string>
 
 #include "tests/testing.h"
@@ -27,7 +27,7 @@ TEST(shared_memory) {
         "two mappings differ");
   check(allnorm_shm_unlink(name.c_str()) == ALLNORM_OK, "%s", allnorm_last_error());
   expect(allnorm_shm_unlink(name.c_str()), ALLNORM_SYSTEM, name.c_str());
-  // The mappings remain after unlink.
+  // The mappings remain valid after unlink.
   static_cast<char*>(created)[0] = 7;
   check(static_cast<char*>(opened)[0] == 7, "memory was lost with its name");
   check(allnorm_shm_unmap(created, 8192) == ALLNORM_OK, "%s", allnorm_last_error());
@@ -36,7 +36,7 @@ TEST(shared_memory) {
 
 TEST(errors) {
   void* address = nullptr;
-  // More memory than any machine has: fails with advice, and leaves no name behind.
+  // More memory than any machine has. Creating it fails with advice, and leaves no name behind.
   const std::string name = "/allnorm-test-large-" + std::to_string(getpid());
   expect(allnorm_shm_create(name.c_str(), int64_t{1} << 50, &address), ALLNORM_SYSTEM,
          "--shm-size");

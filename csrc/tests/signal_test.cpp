@@ -1,4 +1,4 @@
-// Deadlines: when a wait reads the clock, when it is long, and when it times out.
+// Tests deadlines: when a wait reads the clock, when it counts as long, and when it times out.
 #include "protocol/signal.h"
 
 #include "tests/testing.h"

@@ -1,4 +1,4 @@
-// Shared by all C++ tests: registration of tests, checks, ranks as processes, data.
+// Shared by all C++ tests: test registration, checks, ranks as processes, and data.
 #pragma once
 
 #include <sys/mman.h>
@@ -59,7 +59,8 @@ inline std::vector<Test>& all_tests() {
   }();                                                                \
   static void test_##name()
 
-// Argument `index` of the command line as a number, or `otherwise`; set by main().
+// Returns command-line argument `index` as a number, or `otherwise` if it is missing. main() stores
+// the arguments.
 inline std::vector<const char*> g_arguments;
 inline int64_t argument(size_t index, int64_t otherwise) {
   return index < g_arguments.size() ? atoll(g_arguments[index]) : otherwise;
@@ -85,14 +86,13 @@ class Random {
 
 // ---- Ranks ------------------------------------------------------------------------------------
 
-// Under ThreadSanitizer ranks are threads of one process, so that it sees the accesses of all
-// ranks.
+// Under ThreadSanitizer, ranks are threads of one process, so that it sees all ranks' accesses.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kRanksAreThreads = true;
 #else
 constexpr bool kRanksAreThreads = false;
 #endif
-// Instrumented code takes ten times as long, so tests run fewer cases.
+// Instrumented code takes ten times as long, so tests then run fewer cases.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int kFewer = 10;
 #else
@@ -178,7 +178,7 @@ class Group {
   void* memory_;
 };
 
-// How on_ranks() creates communicators.
+// Options for the communicators that on_ranks() creates.
 struct OnRanks {
   int64_t workspace_bytes = 1 << 16;
   uint32_t first_op = 0;

@@ -1,4 +1,4 @@
-// The fake of CUDA's runtime: its control by tests, errors, devices, memory.
+// The fake CUDA runtime: the functions with which tests control it, errors, devices, memory.
 #include "tests/fake_cuda/fake.h"
 
 #include <cstdio>
@@ -176,7 +176,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) {
   return cudaSuccess;
 }
 cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t, unsigned) {
-  // Like CUDA, may write the result even if it fails.
+  // Like CUDA, this may write the result even if it fails.
   *address = reinterpret_cast<void*>(8);
   MAY_FAIL();
   return allocate(state().mapped, address, 1 << 16);

@@ -1,5 +1,5 @@
-// A model of CUDA's runtime for order, captures and failures. It numbers launches, and knows which
-// launches complete before each launch begins according to CUDA's rules. No kernel runs.
+// A model of the CUDA runtime's order, captures and failures. It numbers launches, and records
+// which launches CUDA's rules guarantee to complete before each launch begins. No kernel runs.
 //
 // As in CUDA, the handle of a destroyed stream may be reused (here always at once), work on a
 // destroyed stream continues, an event recorded in a capture belongs to that capture, and breaking
@@ -25,21 +25,21 @@ struct Kernel {
   KernelKey key;
 };
 
-// A launch. A node of a graph is launched each time the graph is.
+// A launch. A graph node is launched each time the graph is launched.
 struct Launch {
-  int number;  // in the order of launches, with captured ones
+  int number;  // in launch order, including captured launches
   const Kernel* kernel;
-  FusedParams params;  // unless the kernel is local; OwnedRowsParams begin with FusedParams
+  FusedParams params;  // unset for local kernels; OwnedRowsParams begin with FusedParams
   cudaStream_t stream;
   unsigned cluster_size;
   bool dependent;          // programmatic dependent launch
   cudaGraphEdgeData edge;  // captured: set by cudaStreamUpdateCaptureDependencies()
   unsigned num_blocks;
   unsigned long long capture;  // 0: eager
-  std::set<int> before;  // launches that complete before it begins; if captured, of its capture
+  std::set<int> before;  // launches (of the same capture, if any) that complete before it begins
 };
 
-// Launches since reset(): eager and captured ones, and those of launched graphs.
+// Launches since reset(): eager launches, captured launches, and launches from graphs.
 const std::vector<Launch>& launches();
 const std::vector<Launch>& replays();
 
@@ -50,15 +50,15 @@ void reset();
 // default is 90.
 void set_device(int index, int capability, int ptx, int binary);
 
-// Makes the `nth` call from now on fail, where 0 is the next one, and with `all_after` all later
-// ones. Counts only calls of the function `name` unless it is NULL. -1: no call fails.
+// Makes the `nth` call from now on fail (0: the next call), and all later calls too if `all_after`.
+// Counts only calls of the function `name`, or all calls if it is NULL. -1: no call fails.
 void fail_nth(int nth, const char* name = nullptr, bool all_after = false);
 bool has_failed();
 bool has_failed(const char* name);
 // Returns the number of calls of a function since reset().
 int calls_of(const char* name);
 
-// Launches a kernel of a different library on the current device.
+// Launches a kernel of another library on the current device.
 void launch_foreign(cudaStream_t stream, bool dependent);
 
 // The name of the function that launches kernels.

@@ -1,4 +1,4 @@
-// A rank of two on the fake runtime, whose peer only has memory; and helpers for streams.
+// One of two ranks on the fake runtime, and helpers for streams. Its peer consists only of memory.
 #pragma once
 
 #include <cstring>
@@ -14,8 +14,8 @@ namespace allnorm::testing {
 
 constexpr int64_t kBytes = 1 << 18;
 
-// Communicators that graphs still need. They are never freed, but remain reachable for the leak
-// checker.
+// Communicators that graphs still use. They are never freed, but stay reachable, so that the leak
+// checker does not report them.
 inline std::set<AllnormComm*>& held = *new std::set<AllnormComm*>;
 
 class Rank {
@@ -59,7 +59,7 @@ class Rank {
     call.residual_out = tensor(4);
     return call;
   }
-  // A distinct address, which is never accessed.
+  // Returns a distinct address, which is never accessed.
   static char* tensor(int64_t number) {
     return reinterpret_cast<char*>((int64_t{1} << 40) + (number << 32));
   }

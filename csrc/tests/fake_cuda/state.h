@@ -1,4 +1,4 @@
-// The state of the fake of CUDA's runtime, and the objects of CUDA's handles.
+// The state of the fake CUDA runtime, and the objects that CUDA handles refer to.
 #pragma once
 
 #include <cuda.h>
@@ -36,14 +36,14 @@ struct Point {
   std::set<int> work;
   Capture* capture = nullptr;
   std::set<FakeNode*> nodes;
-  cudaGraphEdgeData edge = {};  // from these to the next
+  cudaGraphEdgeData edge = {};  // from these nodes to the next
 };
 
 struct FakeStream {
   Point point;
   int priority = 0;
   bool alive = true;
-  std::vector<cudaGraphNode_t> returned;  // by cudaStreamGetCaptureInfo()
+  std::vector<cudaGraphNode_t> returned;  // result of cudaStreamGetCaptureInfo()
 };
 struct FakeEvent {
   Point point;
@@ -63,14 +63,14 @@ struct Session {
   std::string violation;
   std::vector<std::unique_ptr<Capture>> captures;
   std::vector<allnorm::fake::Launch> launches, replays;
-  std::set<int> complete;  // launches before a cudaDeviceSynchronize()
+  std::set<int> complete;  // launches that a cudaDeviceSynchronize() has waited for
   int num_launches = 0;
 };
 struct State : Session {
   struct Code {
     int capability = 90, ptx = 90, binary = 90;
   };
-  std::map<int, Code> code;  // by device
+  std::map<int, Code> code;  // keyed by device
   FakeStream default_stream;
   std::vector<std::unique_ptr<FakeStream>> streams;
   std::vector<FakeStream*> free_streams;
@@ -88,7 +88,7 @@ inline cudaError_t give(cudaError_t error) {
   return error;
 }
 
-// Counts a call of the function `name`; returns whether fail_nth() makes it fail.
+// Counts a call of the function `name`, and returns whether fail_nth() makes this call fail.
 inline bool fails(const char* name) {
   State& s = state();
   ++s.calls[name];
@@ -101,7 +101,7 @@ inline bool fails(const char* name) {
   s.failed = name;
   return true;
 }
-// The first lines of every function that may fail.
+// The first lines of every function that can fail.
 #define MAY_FAIL() \
   if (fails(__func__)) return give(cudaErrorMemoryAllocation)
 #define MAY_FAIL_OR_BREAK_CAPTURES() \

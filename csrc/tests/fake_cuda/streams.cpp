@@ -1,4 +1,4 @@
-// The fake of CUDA's runtime: streams, events, captures, graphs and launches, with their order.
+// The fake CUDA runtime: streams, events, captures, graphs and launches, with their order.
 #include <cstring>
 #include <utility>
 
@@ -22,7 +22,7 @@ bool is_alive(cudaEvent_t event) {
   return false;
 }
 
-// The launches that precede the next one of a stream that is not captured.
+// Returns the launches that precede the next launch on a stream that is not being captured.
 std::set<int> work_before(const FakeStream& stream) {
   std::set<int> before = stream.point.work;
   before.insert(state().complete.begin(), state().complete.end());
@@ -311,7 +311,7 @@ const void* kernel_float32(const KernelKey& key) { return kernel_of(ALLNORM_FLOA
 const void* kernel_float16(const KernelKey& key) { return kernel_of(ALLNORM_FLOAT16, key); }
 const void* kernel_bfloat16(const KernelKey& key) { return kernel_of(ALLNORM_BFLOAT16, key); }
 const void* probe_kernel() {
-  // Marked as local, because it takes no FusedParams.
+  // This kernel is marked as local, because it takes no FusedParams.
   static const Kernel kernel = {.dtype = 0, .is_local = true, .key = {}};
   return &kernel;
 }

@@ -4,7 +4,8 @@
 // a rank, one of its blocks and an order of its threads. A thread yields wherever it waits, and
 // sometimes between the words of a 16-byte access. Each seed gives a different, reproducible
 // interleaving of all ranks. Memory is sequentially consistent. Only ThreadSanitizer finds errors
-// that need weaker memory: it treats every fiber as a thread, and model.h tells it what is ordered.
+// that need weaker memory: it treats every fiber as a thread, and model.h describes to it what
+// establishes order.
 //
 // The library is compiled without -fsanitize=thread: ThreadSanitizer checks the kernels, not the
 // scheduler.
@@ -30,23 +31,25 @@ struct Launch {
   std::function<void()> kernel;
 };
 
-// What wait_for_preceding_grid() waits for. The PTX ISA says "all prerequisite grids in flight". It
-// does not say whether these include the grids before a complete grid that did not wait itself. On
-// GPUs, grids of a stream complete in order (docs/protocol.md), so waiting for one waits for all.
+// Which grids wait_for_preceding_grid() waits for. The PTX ISA says "all prerequisite grids in
+// flight". It does not define whether these include the grids before a complete grid that did not
+// itself wait. On GPUs, the grids of a stream complete in order (docs/protocol.md), so waiting for
+// the preceding grid waits for all.
 enum class Completion { kInOrder, kOfPrecedingOnly };
 
-// Which threads run. In every schedule, one warp sometimes runs ahead of all others for a while.
+// How threads are chosen to run. In every schedule, one warp sometimes runs ahead of all others for
+// a while.
 enum class Schedule {
   kRandom,
-  kRankHeld,      // one rank pauses until the others cannot continue, then a different one
+  kRankHeld,      // one rank pauses until the others cannot continue; then a different rank pauses
   kRankFirst,     // one rank runs nearly always, and the others are late
-  kWarpHeld,      // one warp pauses, mostly one of the service cluster
+  kWarpHeld,      // one warp pauses, mostly a warp of the service cluster
   kHandBackHeld,  // the warp that returns slots pauses
   kNewestFirst,   // dependent grids run before the grids that triggered them
 };
 constexpr int kSchedules = 6;
 
-// All devices and the scheduler. Only one machine may exist at a time.
+// A simulated machine: all devices and the scheduler. Only one machine may exist at a time.
 class Machine {
  public:
   // `num_streams`: streams of each rank.
@@ -59,25 +62,27 @@ class Machine {
   // Declares memory that ranks other than `region.owner` write.
   void share(const Region& region);
 
-  // Limits the resident blocks of a rank's device, over all its streams. Call before any launch.
-  // The clusters of a grid start in order; grids of different streams start in any order.
+  // Limits the resident blocks of a rank's device, across all its streams. Must be called before
+  // any launch. The clusters of a grid start in order. Grids of different streams start in any
+  // order.
   void limit_blocks(int rank, uint32_t most);
 
   // Enqueues a kernel on one of the rank's streams. A dependent launch starts when the preceding
-  // grid triggers it, any other when all preceding grids are complete.
+  // grid triggers it. Any other launch starts when all preceding grids are complete.
   void launch(int rank, Launch launch, int stream = 0);
 
   // Runs until all launches are complete, or `stop` returns true after a turn. Returns false if
   // that takes more than `max_turns`.
   bool run(uint64_t max_turns, const std::function<bool()>& stop = nullptr);
 
-  // Stops a rank, like a stopped process; -1: no rank. run() does not wait for a stopped rank.
+  // Stops a rank, as SIGSTOP stops a process. -1: no rank is stopped. run() does not wait for a
+  // stopped rank.
   void hold(int rank);
 
-  // The number of complete grids of a rank.
+  // Returns the number of complete grids of a rank.
   uint64_t completed(int rank) const;
 
-  // The largest difference so far between the complete grids of two streams.
+  // Returns the largest difference so far between the numbers of complete grids of two streams.
   uint64_t greatest_lead() const;
 
   struct State;
@@ -86,8 +91,8 @@ class Machine {
   std::unique_ptr<State> state_;
 };
 
-// A verb of protocol/accesses.h that a thread executes, as PTX. `address` is null for verbs that do
-// not access memory. `value`: the first word, or 8 bytes.
+// An access: a verb of protocol/accesses.h that a thread executes, as PTX. `address` is null for
+// verbs that do not access memory. `value`: the first word, or the first 8 bytes.
 struct Access {
   int rank;
   uint64_t operation;
@@ -96,7 +101,7 @@ struct Access {
   const void* address;
   uint64_t value;
 };
-// Calls `look` with every access from now on; nullptr stops that.
+// Calls `look` with every access from now on. nullptr ends the recording.
 void trace(std::function<void(const Access&)> look);
 
 // ---- For the kernels ---------------------------------------------------------------------------
@@ -117,7 +122,7 @@ void yield_sometimes(uint64_t one_in);
 // Yields until memory that threads poll may have changed.
 void sleep_until_change();
 void note_change();
-// Turns of the scheduler so far. Simulated time is derived from them.
+// Returns the number of scheduler turns so far. Simulated time is derived from it.
 uint64_t turns();
 
 void sync_block();

@@ -8,7 +8,7 @@
 
 #include "tests/shim/model.h"
 
-// Functions of the sanitizers' runtimes; null if those are not linked.
+// Functions of the sanitizer runtimes. Null if the runtimes are not linked.
 extern "C" {
 __attribute__((weak)) void* __tsan_get_current_fiber();
 __attribute__((weak)) void* __tsan_create_fiber(unsigned flags);

@@ -9,8 +9,8 @@
 
 namespace allnorm::shim {
 
-// A pool of equal pieces of memory. Accesses to the page before a piece fault. For ThreadSanitizer,
-// a reused piece is new memory without earlier accesses.
+// A pool of memory pieces of equal size. Accesses to the page before a piece fault. To
+// ThreadSanitizer, a reused piece is new memory without earlier accesses.
 class Pool {
  public:
   explicit Pool(size_t bytes);
@@ -38,8 +38,9 @@ struct FiberHost {
   size_t stack_bytes = 0;
 };
 
-// Stack and context of a thread. Threads may reuse a fiber one after the other; for ThreadSanitizer
-// they are then one thread, so this must not hide a race between them.
+// The stack and context of a thread. Multiple threads may run on the same fiber, one after another.
+// ThreadSanitizer sees them as a single thread, so a fiber may only be reused where that hides no
+// race between those threads.
 class Fiber {
  public:
   Fiber(FiberHost& host, Pool& stacks);
@@ -49,9 +50,9 @@ class Fiber {
 
   // `enter` runs at the next resume(). It begins with arrive() and ends with leave_for_good().
   void prepare(void (*enter)());
-  // From the host: runs the fiber until it leaves.
+  // Called by the host: runs the fiber until it leaves.
   void resume();
-  // From the fiber, back to resume().
+  // Called by the fiber: returns to resume().
   void arrive();
   void leave();
   [[noreturn]] void leave_for_good();
@@ -65,7 +66,7 @@ class Fiber {
   ucontext_t context_;
 };
 
-// Tell AddressSanitizer which memory may be accessed. No effect without it.
+// These tell AddressSanitizer which memory may be accessed. They have no effect without it.
 void forbid(const void* address, size_t bytes);
 void allow(const void* address, size_t bytes);
 

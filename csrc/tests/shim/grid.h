@@ -20,8 +20,8 @@ struct Meeting {
   uint32_t arrived = 0;
   uint32_t rounds = 0;
   std::vector<Thread*> waiting;
-  // ThreadSanitizer's tokens of rounds. There are two, because some threads may arrive in the next
-  // round before others have left this one.
+  // ThreadSanitizer's tokens of rounds. There are two tokens, because some threads may arrive in
+  // the next round before others have left this one.
   char rounds_tokens[2] = {};
 };
 
@@ -49,11 +49,11 @@ struct Grid {
   uint64_t number = 0;
   uint64_t operation = 0;
   const Grid* preceding = nullptr;  // null once it is complete
-  // ThreadSanitizer's tokens of the ends of grids.
+  // ThreadSanitizer's tokens for the end of this grid and of the preceding one.
   std::shared_ptr<char> end, preceding_end;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<Meeting> clusters;
-  uint32_t resident_blocks = 0;  // blocks that have become resident, in order
+  uint32_t resident_blocks = 0;  // number of blocks that have become resident, in order
   uint32_t finished_blocks = 0;
   bool complete() const { return finished_blocks == blocks.size(); }
 };
@@ -68,12 +68,12 @@ struct Thread {
   // For threads that poll: loads without a change, the changes seen, and when to wake up.
   uint32_t quiet_loads = 0;
   uint64_t seen_changes = 0;
-  uint64_t asleep_until = 0;  // a turn
+  uint64_t asleep_until = 0;  // the turn in which the thread wakes up
 };
 
 struct Stream {
   int rank = 0;
-  int number = 0;  // among the streams of all ranks
+  int number = 0;  // index among the streams of all ranks
   std::deque<Launch> pending;
   std::vector<std::unique_ptr<Grid>> grids;  // running, oldest first
   std::shared_ptr<char> last_end;            // `end` of the newest grid

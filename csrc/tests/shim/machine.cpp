@@ -1,4 +1,4 @@
-// The interface of the simulated GPUs: launches, and what kernels call.
+// The interface of the simulated GPUs: launches, and the functions that kernels call.
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
@@ -97,16 +97,16 @@ void sync_cluster() {
   machine().meet(mine.grid->clusters[mine.index / cluster_dim()], true);
 }
 
-// A shuffle or a vote is not a fence. But a value that it passes has been loaded, and later
-// operations of any lane cannot overtake that load. RowReduction relies on this where it sends
-// values to other blocks. ThreadSanitizer cannot express an order of loads alone, so within
-// clusters it is told that memory is ordered. There, it misses unsynchronized memory accesses
-// within a warp.
+// A shuffle or a vote is not a fence. But the value that it passes has already been loaded, and no
+// lane's later operations can overtake that load. RowReduction relies on this where it sends values
+// to other blocks. An order of loads alone cannot be described to ThreadSanitizer, so within
+// clusters a shuffle counts as full synchronization. ThreadSanitizer therefore misses
+// unsynchronized accesses within a warp there.
 static const float* values_of_lanes(float value) {
   const uint32_t lane = thread().index % 32;
   Warp& warp = block().warps[thread().index / 32];
-  // There are two sets of values: a lane may be in the next shuffle while others still read this
-  // one.
+  // There are two sets of values, because a lane may be in the next shuffle while others still read
+  // the values of this one.
   const uint32_t set = warp.exchanges / 32 % 2;
   ++warp.exchanges;
   warp.values[set][lane] = value;
@@ -135,7 +135,7 @@ void trigger_next_grid() { block().triggered = true; }
 size_t reserve_shared(size_t bytes) {
   static size_t end = 0;
   const size_t begin = end;
-  // With a gap, which AddressSanitizer forbids to access.
+  // Variables are separated by a gap, and AddressSanitizer reports accesses to it.
   end += (bytes + 15) / 16 * 16 + 16;
   if (end > kDynamicSharedOffset) abort();
   shared_variables().push_back({begin, bytes});

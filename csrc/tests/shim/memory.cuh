@@ -12,7 +12,8 @@
 
 namespace allnorm {
 
-// Accesses to memory shared between ranks. Atomic and relaxed as on a GPU: they order nothing.
+// Accesses to memory shared between ranks. They are atomic and relaxed, as on a GPU, so they order
+// nothing.
 template <class T>
 void relaxed_store(void* address, T value) {
   shim::note_store(address, sizeof(T));
@@ -169,7 +170,7 @@ inline uint32_t cluster_size() { return shim::cluster_dim(); }
 inline uint32_t cluster_index() { return blockIdx.x / shim::cluster_dim(); }
 inline uint32_t num_clusters() { return gridDim.x / shim::cluster_dim(); }
 inline uint32_t cluster_rank() { return shim::block_index().x % shim::cluster_dim(); }
-// Arrivals do nothing: the wait is a full barrier, so all threads arrive as late as possible.
+// Arrivals do nothing. The wait is a full barrier, as if all threads arrived as late as possible.
 inline void publish_barriers() {}
 inline void arrive_in_cluster() {}
 inline void wait_for_cluster() { shim::sync_cluster(); }
@@ -177,8 +178,8 @@ inline SharedAddress in_block_of_cluster(SharedAddress address, uint32_t rank) {
   return static_cast<SharedAddress>(shim::in_cluster(rank, address));
 }
 
-// An mbarrier: a phase ends when the one expected thread has arrived and no bytes are missing. Only
-// its initialization is not atomic.
+// An mbarrier. A phase ends when the one expected thread has arrived and no bytes are missing. All
+// its operations except the initialization are atomic.
 struct SharedBarrier {
   uint32_t phase;
   int32_t missing_threads;
@@ -200,7 +201,7 @@ struct SharedBarrier {
     }
     shim::acquire(token(parity));
   }
-  // ThreadSanitizer's token of a phase; there are two, as in Meeting.
+  // ThreadSanitizer's token of a phase. There are two tokens, as in Meeting.
   const void* token(uint32_t phase_or_parity) const {
     return reinterpret_cast<const char*>(this) + phase_or_parity % 2;
   }
@@ -212,9 +213,9 @@ inline void init_barrier(SharedAddress barrier) { barrier_at(barrier) = {0, 1, 0
 inline void expect_bytes(SharedAddress barrier, uint32_t bytes) {
   barrier_at(barrier).arrive(1, bytes);
 }
-// The thread itself stores the value; on a GPU, hardware does so asynchronously. So the thread's
-// earlier loads come before (see shuffle_xor in machine.cpp), and also its earlier stores, which a
-// GPU does not guarantee.
+// Here the thread itself stores the value; on a GPU, hardware stores it asynchronously. So the
+// thread's earlier loads precede the store (see shuffle_xor in machine.cpp). Its earlier stores
+// precede it too, which a GPU does not guarantee.
 inline void store_async_cluster(SharedAddress address, SharedAddress barrier, float value) {
   shim::yield_sometimes(16);
   shim::will_write_in_cluster(address);
@@ -225,7 +226,7 @@ inline void wait_barrier(SharedAddress barrier, uint32_t parity) {
   barrier_at(barrier).wait(parity);
 }
 
-// A turn of the scheduler takes a microsecond.
+// The simulated clock: a scheduler turn takes a microsecond.
 struct DeviceClock {
   static int64_t now_ns() { return static_cast<int64_t>(shim::turns()) * 1000; }
 };

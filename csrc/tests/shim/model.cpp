@@ -22,8 +22,8 @@ namespace allnorm::shim {
 namespace {
 
 constexpr int64_t kWordBytes = 4;
-// The number of uses of a word that are distinguished, and how many earlier uses a push is checked
-// against.
+// The number of a word's uses that are kept apart, and the number of earlier uses that a push is
+// checked against.
 constexpr uint32_t kUses = 4, kLookBack = 2;
 // ThreadSanitizer records accesses per 8 bytes, so objects are 8 bytes apart.
 constexpr uint64_t kObjectBytes = 8;
@@ -35,7 +35,7 @@ void* slot_tag() {
 
 }  // namespace
 
-// A region, with the state of its words.
+// A region and the state of its words.
 struct Model::Shared {
   explicit Shared(const Region& of)
       : region(of),
@@ -57,13 +57,14 @@ struct Model::Shared {
     const auto word = static_cast<uint64_t>(offset / kWordBytes);
     return objects + (word * kUses + use % kUses) * kObjectBytes;
   }
-  // The use that an access by the owner belongs to. The first access in an operation begins a use.
+  // Returns the use that an access by the owner belongs to. The owner's first access in an
+  // operation begins a new use.
   uint32_t use_by_owner(int64_t offset, uint64_t operation) {
     Uses& known = uses[static_cast<size_t>(offset / kWordBytes)];
     if (operation + 1 > known.next_operation) known = {known.count + 1, operation + 1};
     return known.count;
   }
-  // The last use by the owner before this operation.
+  // Returns the owner's last use before this operation.
   uint32_t use_before(int64_t offset, uint64_t operation) const {
     const Uses& known = uses[static_cast<size_t>(offset / kWordBytes)];
     return known.count - (known.next_operation > operation ? 1 : 0);
@@ -75,8 +76,8 @@ struct Model::Shared {
   };
 
   Region region;
-  std::vector<uint32_t> fences;  // by word: the fence before the store of its value, or 0
-  std::vector<Uses> uses;        // by word
+  std::vector<uint32_t> fences;  // per word: the fence before its value was stored, or 0
+  std::vector<Uses> uses;        // per word
   size_t objects_bytes;
   char* objects;
 };

@@ -1,17 +1,18 @@
 // Describes the memory model and the slots of a workspace to ThreadSanitizer.
 //
 // Order. Barriers, mbarriers, and the end of a grid with the wait for it release and acquire all
-// earlier accesses, as on a GPU. Relaxed accesses order nothing. A fence is both halves of the C++
-// and PTX fence patterns: a value that a thread stores after a fence carries everything before that
-// fence to a thread that loads the value with acquire order, or fences after loading it.
+// earlier accesses, as on a GPU. Relaxed accesses order nothing. A fence acts as both the releasing
+// and the acquiring half of the C++ and PTX fence patterns: a value that a thread stores after a
+// fence carries everything before that fence to a thread that loads the value with acquire order,
+// or executes a fence after loading it.
 //
-// Slots. In each use of a word of a slot, a peer pushes it, and its owner reads and empties it.
-// Within a use, the order of accesses to a single word is enough, which relaxed accesses have: a
-// push and the clear of the same use look like a race but are none. Between uses, a push must come
-// after all accesses of the owner in earlier operations. Therefore each use of a word is a separate
-// object for ThreadSanitizer: an access of the owner is one to the object of the current use, and a
-// push one to the objects of the last uses in earlier operations. If these are not ordered,
-// ThreadSanitizer reports "race on workspace slot".
+// Slots. In each use of a slot's word, a peer pushes the word, and its owner reads and clears it.
+// Within a use, the order of accesses to that single word (coherence) is enough, and even relaxed
+// accesses have it. So the push and the clear of one use look like a race but are not. Between
+// uses, a push must come after all the owner's accesses in earlier operations. Therefore each use
+// of a word is a separate object for ThreadSanitizer. An access by the owner is reported on the
+// object of the current use, and a push on the objects of the latest uses in earlier operations. If
+// these accesses are not ordered, ThreadSanitizer reports "race on workspace slot".
 //
 // None of this has an effect without ThreadSanitizer.
 #pragma once
@@ -32,8 +33,8 @@ struct Agent {
   std::vector<uint32_t> seen_fences;
 };
 
-// Memory of one rank that its peers map. [flags_begin, flags_end) holds numbers that only grow,
-// which have no uses.
+// Memory of one rank that its peers map. [flags_begin, flags_end) holds numbers that only grow.
+// Uses are not tracked there.
 struct Region {
   int owner = 0;
   char* begin = nullptr;
@@ -54,7 +55,7 @@ class Model {
 
   void stores(Agent& agent, const void* address, int64_t bytes);
   void loads(Agent& agent, const void* address, int64_t bytes);
-  // Notes a load with acquire order at system scope.
+  // Reports a load with acquire order at system scope.
   void acquires(Agent& agent, const void* address);
   void fences(Agent& agent, Scope scope);
 
@@ -67,7 +68,7 @@ class Model {
     Scope scope;
     std::unique_ptr<char> token;  // its address identifies the fence for ThreadSanitizer
   };
-  // Makes `agent` acquire everything before a fence, if the scopes of both include the other's
+  // Makes `agent` acquire everything before a fence, if each side's scope includes the other side's
   // rank.
   void join(uint32_t fence, const Agent& agent, Scope scope) const;
 
@@ -77,7 +78,7 @@ class Model {
 
 // Returns whether ThreadSanitizer is linked.
 bool watched();
-// While an object exists, ThreadSanitizer ignores the thread's loads, stores, new and delete. The
+// While an instance exists, ThreadSanitizer ignores the thread's loads, stores, new and delete. The
 // shim's own memory needs no synchronization, because all fibers run on one OS thread.
 class Unwatched {
  public:
@@ -86,7 +87,7 @@ class Unwatched {
   Unwatched(const Unwatched&) = delete;
   Unwatched& operator=(const Unwatched&) = delete;
 };
-// Everything before a release is ordered before everything after an acquire of the same address.
+// Everything before a release is ordered before everything after an acquire at the same address.
 void release(const void* address);
 void acquire(const void* address);
 

@@ -12,11 +12,11 @@ Machine::State* g_machine = nullptr;
 
 namespace {
 
-// Loads without any change after which a polling thread sleeps, and the longest sleep: a sleeping
-// thread must still check its deadline.
+// The number of loads without a change after which a polling thread sleeps, and the longest sleep.
+// A sleeping thread must still check its deadline.
 constexpr uint32_t kQuietLoads = 64;
 constexpr uint64_t kSleepTurns = 512;
-// Turns without any change after which no thread is assumed to be able to continue.
+// After this many turns without a change, no thread is assumed to be able to continue.
 constexpr uint64_t kQuietTurns = 256;
 
 }  // namespace
@@ -168,8 +168,8 @@ void Machine::State::release_shared(const Grid& grid) {
 
 // ---- choice of threads
 
-// Chooses what is held or runs first. A held rank or warp stays held until the others cannot
-// continue.
+// Chooses the rank or warp that is held or runs first. A held rank or warp stays held until the
+// others cannot continue.
 void Machine::State::begin_period() {
   const bool holds = schedule == Schedule::kRankHeld || schedule == Schedule::kWarpHeld ||
                      schedule == Schedule::kHandBackHeld;
@@ -181,7 +181,7 @@ void Machine::State::begin_period() {
   period_end = turns + 400 + below(3000);
   resting = !resting && below(4) == 0;  // sometimes nothing is held
   special.rank = static_cast<int>(below(num_ranks));
-  // One of the two warps of the service cluster, or one with rows.
+  // One of the two warps of the service cluster, or a warp that handles rows.
   const bool hands_back = schedule == Schedule::kHandBackHeld;
   const bool serves = hands_back || below(4) != 0;
   special.block = serves ? 0 : static_cast<uint32_t>(below(16));

@@ -1,4 +1,4 @@
-// The scheduler of a machine: its grids, and the choice of threads to run.
+// The scheduler of a machine: it keeps the grids and chooses which threads run.
 #pragma once
 
 #include <memory>
@@ -10,8 +10,8 @@
 
 namespace allnorm::shim {
 
-// The largest number of grids of a stream that have started and are not complete. Each is a
-// dependent launch, triggered by the grid before it.
+// The largest number of grids of one stream that have started and are not complete. All but the
+// oldest are dependent launches, triggered by the grid before them.
 constexpr size_t kGridsInFlight = 3;
 
 // The fibers of all machines, reused because ThreadSanitizer creates them slowly. A grid runs on
@@ -39,7 +39,7 @@ struct Machine::State {
   State(int num_ranks, uint64_t seed, Schedule chosen, int num_streams, Completion completion);
   ~State();
 
-  // The rank or warp that a schedule holds or runs first.
+  // The rank or warp that the schedule holds or runs first.
   struct Special {
     int rank = 0;
     uint32_t block = 0;
@@ -55,24 +55,24 @@ struct Machine::State {
 
   // Retires complete grids. Starts the next one once all blocks of the last grid have triggered it.
   void advance(Stream& stream);
-  // Makes blocks that have not begun resident, as far as the rank's device has space.
+  // Makes blocks that have not begun resident, as long as the rank's device has room.
   void make_resident(int rank);
-  // Runs some threads of one block of one rank: a turn.
+  // Runs one turn: some threads of one block of one rank.
   void run_some_threads();
 
-  // The following functions are for the running thread. meet() waits for all expected threads.
+  // The running thread calls the following functions. meet() waits for all expected threads.
   void meet(Meeting& meeting, bool orders_memory);
   // Yields until memory that threads poll has changed.
   void sleep();
-  // Called before a fence. In the kernels only the warp that returns slots has one.
+  // Called before a fence. In the kernels, only the warp that returns slots executes a fence.
   void come_to_fence();
   // Counts a load of memory that may be polled. After many loads without a change the thread
-  // sleeps, because it sees nothing new until a thread has stored something.
+  // sleeps, because it sees nothing new until another thread stores something.
   void count_load();
 
-  std::vector<Stream> streams;  // those of rank 0, then those of rank 1, ...
+  std::vector<Stream> streams;  // rank 0's streams, then rank 1's, ...
   size_t num_ranks, streams_per_rank;
-  std::vector<uint32_t> most_blocks;  // by rank; 0: no limit
+  std::vector<uint32_t> most_blocks;  // per rank; 0: no limit
   Completion completion;
   int held_rank = -1;
   uint64_t random_state;
