@@ -29,7 +29,7 @@ from allnorm.testing import RankPool, rank_input, shared_input
 
 HIDDEN_SIZE = 256
 NUM_LAYERS = 3
-# By module of the model: the prefix of its classes.
+# Maps a model's module to the prefix of its class names.
 FAMILIES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
@@ -41,8 +41,8 @@ FAMILIES = {
     "exaone4": "Exaone4",
     "olmo2": "Olmo2",
 }
-# In 0.5.23, layers of the first models reduce all of their sums; in the second ones, layer
-# boundaries reduce before a post norm.
+# In 0.5.23, layers of the models in the first tuple reduce all of their own sums. In the second
+# tuple's models, the layer boundaries reduce the sums that have a post norm.
 REDUCE_THEMSELVES = ("gemma2", "gemma3_causal", "granite", "olmo2")
 AT_BOUNDARIES = ("glm4", "exaone4")
 _CONFIGS = {"gemma3_causal": "Gemma3TextConfig"}
@@ -64,7 +64,7 @@ _STAND_INS = (
 
 
 class _Nothing:
-    """A fake of any attribute of a module; as a decorator, it returns the decorated object."""
+    """A fake for any attribute of a module; as a decorator, it returns the decorated object."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -111,7 +111,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 @functools.cache
 def make_importable() -> str:
     """Makes SGLang's modules importable in this process; returns its version."""
-    # Imported first, because torch imports some of the modules if they exist.
+    # These come before the fakes, because torch imports some of the faked modules if they exist.
     importlib.import_module("torch._inductor.config")
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.utils.flop_counter")
@@ -121,7 +121,7 @@ def make_importable() -> str:
 
 @functools.cache
 def join(**settings: Any) -> None:
-    """Initializes SGLang's groups and settings for this rank, after torch.distributed."""
+    """Initializes SGLang's groups and settings on this rank, after torch.distributed."""
     make_importable()
     from sglang.srt import runtime_context
     from sglang.srt.distributed import parallel_state
@@ -151,14 +151,14 @@ class _Unrotated(torch.nn.Module):
 
 
 class _HiddenStates(torch.nn.Module):
-    """A logits processor that returns the hidden states."""
+    """A fake logits processor that returns the hidden states."""
 
     def forward(self, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden_states
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Returns this rank's shard of a random model of SGLang, whose attention is a tanh."""
+    """Returns this rank's shard of an SGLang model with random weights; its attention is a tanh."""
     import transformers
 
     config = getattr(transformers, _CONFIGS.get(family, f"{FAMILIES[family]}Config"))(
@@ -195,7 +195,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def batch_of(num_tokens: int) -> Any:
-    """Returns a decode batch."""
+    """Returns a decode batch of SGLang with one sequence per token."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     zeros = torch.zeros(num_tokens, dtype=torch.int64)
@@ -211,7 +211,7 @@ def batch_of(num_tokens: int) -> Any:
 
 
 def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
-    """Runs a decode batch from embeddings that are equal on every rank."""
+    """Runs a decode batch; its random embeddings are equal on every rank."""
     dtype = model.model.norm.weight.dtype
     embeds = shared_input((num_tokens, HIDDEN_SIZE), dtype, "embeddings")
     with torch.inference_mode():
@@ -224,7 +224,7 @@ def run(model: Any, num_tokens: int = 5) -> torch.Tensor:
 
 
 def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
-    """Calls the method that SGLang calls before graph capture, with its hooks."""
+    """Calls the method that SGLang calls before graph capture, which starts the plugin."""
     from sglang.srt.model_executor.runner.base_runner import BaseRunner
 
     arguments = {
@@ -244,10 +244,10 @@ def warm_up(model: Any, settings: Mapping[str, Any] | None = None) -> None:
 
 
 def by_definition(model: Any) -> None:
-    """Makes the norms of a model compute by `allnorm.add_rms_norm`.
+    """Makes a model compute its norms with `allnorm.add_rms_norm`.
 
-    SGLang's CPU norm adds squares in a different order. With equal norms, a fused and an unfused
-    run differ only if the reductions differ, or the steps between reductions and norms.
+    SGLang's CPU norm adds squares in a different order. With the same norm, a fused and an unfused
+    run differ only if the reductions or the steps between reductions and norms differ.
     """
     from allnorm.integrations.sglang import norms
 
@@ -287,7 +287,7 @@ def counted_all_reduces() -> Iterator[list[tuple[int, ...]]]:
 
 
 def fresh_plugin() -> Any:
-    """Returns the plugin after SGLang has applied its hooks, and before the ranks decide."""
+    """Returns the plugin after SGLang has applied its hooks, before the ranks decide on fusion."""
     join()
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -303,7 +303,7 @@ def fresh_plugin() -> Any:
 
 
 def with_plugin(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Passes a fresh plugin to a function as first argument, and closes its communicator later."""
+    """Passes a fresh plugin to a function as its first argument; closes its communicator later."""
 
     @functools.wraps(function)
     def run(rank: int, world_size: int, *args: Any) -> Any:

@@ -45,14 +45,14 @@ def families() -> list[str]:
     return [each for each in engine.FAMILIES if is_old() or each not in engine.AT_BOUNDARIES]
 
 
-# ---- inside ranks ------------------------------------------------------------------------------
+# ---- functions that run on each rank -----------------------------------------------------------
 
 
 @engine.with_plugin
 def run_fused_and_not(
     plugin: Any, rank: int, world_size: int, family: str, num_tokens: int
 ) -> tuple[int, int, int, list[tuple[str, str]]]:
-    """Returns the numbers of reductions before and after fusion, of fused sites, and the log."""
+    """Returns the reductions without and with fusion, the fused sites, and the log."""
     log = engine.Log()
     model = engine.tiny_model(family)
     engine.by_definition(model)
@@ -72,7 +72,7 @@ def run_fused_and_not(
 def run_over_two_hosts(
     rank: int, world_size: int, family: str, num_tokens: int
 ) -> tuple[Any, int, int]:
-    """Runs a model with each rank on its own host; also returns the islands."""
+    """Runs a model as if each rank were on its own host; also returns the islands."""
     with on_its_own_host(rank) as islands:
         before, after, *_ = run_fused_and_not(rank, world_size, family, num_tokens)
     return islands[-1], before, after
@@ -103,7 +103,7 @@ def one_norm(plugin: Any, rank: int, world_size: int, gemma: bool) -> tuple[floa
 
 @engine.with_plugin
 def compiled(plugin: Any, rank: int, world_size: int) -> int:
-    """Compiles SGLang's calls to a graph without breaks, for any number of tokens."""
+    """Compiles SGLang's calls into a graph without breaks, for any number of tokens."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     from allnorm.integrations.sglang.fusion import Before, complete_sums_in
@@ -137,7 +137,7 @@ def compiled(plugin: Any, rank: int, world_size: int) -> int:
 
 @engine.with_plugin
 def between_layers(plugin: Any, rank: int, world_size: int) -> bool:
-    """Runs two layers of 0.5.17, the first of which leaves its sum to the second."""
+    """Runs two layers of 0.5.17: the first leaves its sum for the second to reduce."""
     from sglang.srt.layers.communicator import LayerCommunicator, LayerScatterModes
     from sglang.srt.layers.layernorm import RMSNorm
 
@@ -220,7 +220,7 @@ def refuse(
 
 
 def load(rank: int, world_size: int, plugins: str, has_gpu: bool) -> dict[str, Any]:
-    """Loads the plugin by SGLang's own loader, after modules that call the gate were imported."""
+    """Loads the plugin with SGLang's own loader, after the import of modules that call the gate."""
     os.environ["SGLANG_PLUGINS"] = plugins
     engine.make_importable()
     import sglang.srt.plugins as loader
@@ -273,7 +273,7 @@ def at_one_rank(rank: int, world_size: int) -> tuple[list[tuple[str, str]], bool
 
 
 class _Settings:
-    """Settings of SGLang, some of which are changed."""
+    """SGLang's settings, with some changes."""
 
     def __init__(self, under: Any = None, **changed: Any) -> None:
         self.__dict__.update(changed)
@@ -283,7 +283,7 @@ class _Settings:
         return getattr(self._under, name)
 
 
-# ---- outside -----------------------------------------------------------------------------------
+# ---- tests -------------------------------------------------------------------------------------
 
 
 def found_by_sglang() -> bool:
@@ -354,7 +354,7 @@ def test_a_sum_left_to_the_next_layer(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("gemma", [False, True], ids=["plain", "gemma"])
 def test_one_site_and_the_native_norm(ranks: RankPool, gemma: bool) -> None:
-    """Tests that the residual is bit-identical, and that the norm differs by an ulp at most.
+    """Tests that the residual is bit-identical, and that the norm differs by at most one ulp.
 
     SGLang's native Gemma norm rounds the sum, unlike its kernels, so its result is not compared.
     """
@@ -389,7 +389,7 @@ def test_obstacles_prevent_fusion_on_all_ranks(
 
 
 def test_deterministic_mode_keeps_the_fusion(ranks: RankPool) -> None:
-    """Tests a mode in which SGLang switches off FlashInfer, whose bits depend on the batch."""
+    """Tests that allnorm still fuses in a mode in which SGLang switches off FlashInfer's fusion."""
     for lines, reduced, fused in ranks.run(refuse, "deterministic"):
         assert fused, lines
         assert reduced == (0 if is_old() else 1)

@@ -1,6 +1,6 @@
 """Tests norms that return FP8 to SGLang's own linear functions, with emulated GEMMs on CPU.
 
-An emulation checks that SGLang allocates the same layout of scales for its GEMM, and multiplies in
+An emulated GEMM checks that the scales have the layout that SGLang allocates, and multiplies in
 float32.
 """
 
@@ -31,7 +31,7 @@ BLOCK = [128, 128]
 FUNCTIONS = ("deepgemm", "cutlass", "triton")
 
 
-# ---- inside ranks ------------------------------------------------------------------------------
+# ---- functions that run on each rank -----------------------------------------------------------
 
 
 def function_of(gemm: str) -> Any:
@@ -112,7 +112,7 @@ def weights(rows: int, columns: int, rank: int) -> tuple[torch.Tensor, torch.Ten
 def hand_over(
     plugin: Any, rank: int, world_size: int, gemm: str, num_tokens: int, keep_bf16: bool
 ) -> str:
-    """Passes the result of a quantized norm to a linear function; returns the strides of scales."""
+    """Passes a quantized norm's result to a linear function; returns the strides of the scales."""
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.quantization import fp8_utils
 
@@ -152,7 +152,7 @@ def hand_over(
 
 
 def quantize_layers(model: Any, gemm: str, rank: int) -> None:
-    """Makes the column-parallel layers of a model compute in block-scaled FP8."""
+    """Makes a model's column-parallel layers compute in block-scaled FP8."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     method = Fp8LinearMethod.__new__(Fp8LinearMethod)
@@ -192,7 +192,7 @@ def run_quantized(
     return len(quantized), len(plugin.current().sites)
 
 
-# ---- outside -----------------------------------------------------------------------------------
+# ---- tests -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep_bf16", [False, True], ids=["fp8", "with bf16"])
@@ -216,12 +216,12 @@ def test_a_quantized_model_computes_the_same(ranks: RankPool, family: str, gemm:
     else:
         assert fused == (0 if family in engine.AT_BOUNDARIES else 2 * layers - 1)
     if family in (*engine.REDUCE_THEMSELVES, *engine.AT_BOUNDARIES):
-        want = 0  # their layers pass 16-bit tensors to linear layers
+        want = 0  # these families pass 16-bit tensors to linear layers
     elif is_old():
         # The Triton function of 0.5.17 takes no quantized input. Its Qwen3 layers read the shape
         # of the first norm's result, which therefore must be a tensor.
         want = 0 if gemm == "triton" else layers * (1 if family == "qwen3" else 2)
     else:
-        # Qwen3 layers of 0.5.23 do not name the layer that reads a norm.
+        # In 0.5.23, Qwen3's layers do not name the linear layer that reads a norm.
         want = 0 if family == "qwen3" else 2 * layers
     assert quantized == want

@@ -90,7 +90,7 @@ def test_vllm_plugins_selects_the_plugin() -> None:
 def test_the_switch(
     decisions: dict[str, Any], name: str, on: bool | None, eager: bool | None, words: str | None
 ) -> None:
-    """Tests whether graphs and eager models are fused, and the log; None is not tested."""
+    """Tests whether graphs and eager models are fused, and the log; None skips a check."""
     decision = decisions[name]
     assert on is None or bool(decision["on"]) is on
     assert eager is None or bool(decision["eager"]) is eager
@@ -103,7 +103,7 @@ def test_the_switch(
 
 
 def test_compile_ranges(decisions: dict[str, Any]) -> None:
-    """Tests that no second compilation is made, as vLLM's own fusion needs below a threshold."""
+    """Tests that allnorm needs no second compilation; vLLM's own fusion does, for its threshold."""
     assert decisions["default"]["ranges"] == decisions["off"]["ranges"]
 
 
@@ -117,19 +117,19 @@ def test_the_key_of_the_compile_cache(decisions: dict[str, Any]) -> None:
 
 def test_a_compiled_block_is_fused(model: str) -> None:
     first, second = run("fuse_a_block", 2, model, "")
-    # As Inductor rounds. Without a residual, "rounded" and "unrounded" are the same.
+    # These modes match Inductor. Without a residual, "rounded" and "unrounded" are the same.
     assert first["numerics"] == ["rounded", "unrounded", "unrounded", "unrounded"]
     assert second["numerics"] == first["numerics"]
     assert not first["missed"]
-    # Rare elements of a norm may differ by an ulp, because squares are added in a different order.
-    # A wrong rounding mode changes a quarter of them.
+    # A few elements of a norm can differ by one ulp, because squares are added in a different
+    # order. A wrong rounding mode changes a quarter of the elements.
     assert max(first["different"]) < 0.005
     assert "AllnormFusionPass" in first["passes"]
     ((level, text),) = first["said"]
     assert level == "INFO"
     assert "4 of 4 reductions fused over 2 ranks" in text
     assert not second["said"], "only rank 0 logs"
-    # vLLM's cache has a folder per rank. In Inductor's cache, ranks must not share code.
+    # vLLM's cache has a folder per rank. Ranks must not share code in Inductor's cache.
     assert first["hash"] == second["hash"]
     assert first["uuid"] != second["uuid"]
 
@@ -195,8 +195,8 @@ def test_helpers_of_eager_models_are_fused(model: str) -> None:
 
 # ---- other boundaries between layers -----------------------------------------------------------
 
-# By family: the boundaries after attention and after the MLP, and the rounding modes if Inductor or
-# PyTorch computes the unfused norms.
+# Maps a family to its boundaries after attention and after the MLP, and to the rounding modes if
+# Inductor or PyTorch computes the unfused norms.
 POST = ["post norm", "post norm"]
 ADDS_ITSELF = ["post norm, no second norm", "post norm, no second norm"]
 BOUNDARIES = {
@@ -225,26 +225,26 @@ def test_both_sums_of_a_layer_are_fused(tmp_path: pathlib.Path, family: str) -> 
             assert not each[rounding]["notes"]
             assert each[rounding]["boundary"] == boundary
             assert each[rounding]["numerics"] == [mode, mode]
-        # The results differ from vLLM's only by the order in which squares are added.
+        # The results differ from vLLM's only because squares are added in a different order.
         assert max(each["eager rounding"]["different"]) < 0.005
-        # Inductor also omits roundings in the rest of the layer.
+        # By default, Inductor also omits roundings elsewhere in the layer.
         assert max(each["default"]["furthest"]) < 0.02
 
 
 def test_sums_over_experts_are_in_an_operator() -> None:
-    """Tests a limit that docs/vllm.md documents: one operator computes experts and their sum."""
+    """Tests a documented limit (docs/vllm.md): one operator computes the experts and their sum."""
     layers = pathlib.Path(vllm.__file__).parent / "model_executor" / "layers" / "fused_moe"
     runner = (layers / "runner" / "moe_runner.py").read_text()
     assert 'op_name="moe_forward"' in runner
     assert 'op_name="moe_forward_shared"' in runner
     assert 'op_name="fused_experts"' in (layers / "fused_moe.py").read_text()
-    # The all-reduce is not in that operator.
+    # The all-reduce is outside this operator.
     assert "= tensor_model_parallel_all_reduce(states)" in runner
 
 
 # ---- quantization --------------------------------------------------------------------------------
 
-# As declared in the C extension, whose file is searched, because it cannot be loaded here.
+# Declarations of the C extension. They are searched for in its file: it cannot be loaded here.
 SCHEMAS = (
     "static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None)",
     "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, "
@@ -266,14 +266,14 @@ SCHEMAS = (
     ],
 )
 def test_quantization_in_pytorch_is_fused(model: str, kind: str, quant: str) -> None:
-    """Tests vLLM's default; its default for blocks is an operator, without `-quant_fp8`."""
+    """Tests vLLM's quantization in PyTorch: its default, except for blocks (`-quant_fp8`)."""
     first, second = run("fuse_a_quantized_block", 2, model, kind, True)
     for found in (first, second):
         assert not found["enabled"], "the layers quantize by operators of the C extension"
         assert found["quant"] == [quant] * 3
         assert not found["notes"]
-        # Inductor rounds as PyTorch does here. Only ties of the quotient may differ, because vLLM
-        # multiplies by the reciprocal.
+        # Here Inductor rounds like PyTorch. Results can differ only where a quotient is a tie,
+        # because vLLM multiplies by the reciprocal.
         assert max(found["scales"]) == max(found["residual"]) == 0.0
         assert max(found["quantized"]) < 0.005
         assert found["neighbors"]
@@ -282,7 +282,7 @@ def test_quantization_in_pytorch_is_fused(model: str, kind: str, quant: str) -> 
 
 
 def test_inductor_does_not_round_before_it_quantizes(model: str) -> None:
-    """Tests that unfused FP8 therefore differs in some elements, as docs/vllm.md documents."""
+    """Tests a documented effect (docs/vllm.md): some elements of unfused FP8 differ."""
     first, _ = run("fuse_a_quantized_block", 2, model, "static", False)
     assert first["quant"] == ["per_tensor"] * 3
     assert 0.005 < max(first["quantized"]) < 0.03

@@ -1,6 +1,7 @@
 """Compares MXFP8 and NVFP4 with vLLM's Python code.
 
-The layout of tiled scales must be equal. Quantized elements may differ; the tests bound how often.
+The layout of tiled scales must be equal. Quantized elements can differ; the tests bound
+their number.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def test_nvfp4(shape: tuple[int, int], dtype: torch.dtype) -> None:
     # The layout must match byte for byte.
     linear = nvfp4.convert_swizzled_to_linear(tiles.view(torch.uint8), *shape, 16)
     assert torch.equal(linear[:, : shape[1] // 16], scale.view(torch.uint8))
-    # A few scales differ, because vLLM multiplies by 1/6 first; elements with equal scales do not.
+    # A few scales differ, because vLLM multiplies by 1/6 first. With equal scales, elements match.
     elements, scales = nvfp4.ref_nvfp4_quant(y, given, 16)
     same = scales == scale.float()
     assert float(same.double().mean()) > 0.98
@@ -58,7 +59,7 @@ def test_mxfp8(shape: tuple[int, int], dtype: torch.dtype) -> None:
     theirs, scales = mxfp8._mxfp8_e4m3_quantize_torch(y, is_sf_swizzled_layout=True)
     if (
         vllm_without_cuda.naive_mxfp8()
-    ):  # it takes the power of two below amax, so only positions agree
+    ):  # vLLM's code uses the power of two below amax, so only the layouts agree
         assert torch.equal(tiles == 0, scales == 0)
         assert int((scales.int() - tiles.int()).max()) <= 9
         return

@@ -1,4 +1,4 @@
-"""Makes the ranks of a machine behave as if each were on its own host."""
+"""Makes ranks on one machine behave as if each were on its own host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import allnorm
 
 @contextlib.contextmanager
 def on_its_own_host(rank: int) -> Iterator[list[Any]]:
-    """Makes this rank an island of its own; yields the islands of closed communicators."""
+    """Makes this rank its own island; yields a list of each closed communicator's islands."""
     islands: list[Any] = []
     close = allnorm.Communicator.close
 

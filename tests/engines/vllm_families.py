@@ -1,7 +1,7 @@
-"""Compiles decoder layers of vLLM's model files with vLLM's pass manager, on CPU ranks.
+"""Compiles decoder layers from vLLM's model files with vLLM's pass manager, on CPU ranks.
 
-A stand-in replaces attention, at which vLLM splits its graphs. Both reductions of a layer are
-therefore in one graph.
+A stand-in replaces attention, at which vLLM would split its graphs. Both of a layer's reductions
+are therefore in one graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from allnorm.testing import shared_input
 HIDDEN = vllm_ranks.HIDDEN
 bf16 = torch.bfloat16
 
-# By family: the model file, the class of the layer, and entries of config.json.
+# Maps a family to its model file, its layer class, and entries of config.json.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "Gemma2DecoderLayer", {"query_pre_attn_scalar": 64}),
     "gemma3_text": ("gemma3", "Gemma3DecoderLayer", {"query_pre_attn_scalar": 64}),
@@ -32,14 +32,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exaone4": ("exaone4", "Exaone4DecoderLayer", {"sliding_window": 1024}),
     "olmo3": ("olmo3", "Olmo3DecoderLayer", {}),
     "granite": ("granite", "GraniteDecoderLayer", {"residual_multiplier": 0.22}),
-    # The configuration of MiniCPM would be remote code.
+    # MiniCPM's own configuration class would be remote code.
     "minicpm": (
         "minicpm",
         "MiniCPMDecoderLayer",
         {"model_type": "llama", "scale_depth": 1.4, "num_experts": 0},
     ),
 }
-# Families whose layers return the sum and the residual. Other layers add them.
+# Families whose layers return the sum and the residual separately. Other layers add them.
 ADDED_BY_THE_NEXT = ("gemma2", "gemma3_text", "glm4")
 
 
@@ -50,7 +50,7 @@ def has(family: str) -> bool:
 
 
 def write_model(place: pathlib.Path, family: str) -> str:
-    """Returns a folder with the configuration of a small model of the family."""
+    """Creates a folder with the configuration of a small model of the family; returns its path."""
     model = vllm_ranks.write_model(place)
     path = pathlib.Path(model, "config.json")
     config = json.loads(path.read_text())
@@ -60,7 +60,7 @@ def write_model(place: pathlib.Path, family: str) -> str:
 
 
 class Attend(torch.nn.Module):
-    """A stand-in for attention that computes each token from its own query, key and value."""
+    """A stand-in for attention: computes each token from its own query, key and value."""
 
     def __init__(self, num_heads: int, head_size: int, *_: Any, **more: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Attend(torch.nn.Module):
 
 
 class Unrotated(torch.nn.Module):
-    """A stand-in for rotary embeddings, in which Inductor omits some of PyTorch's roundings."""
+    """A stand-in for rotary embeddings, where Inductor would omit some of PyTorch's roundings."""
 
     def forward(self, positions: torch.Tensor, *tensors: torch.Tensor) -> Any:
         return tensors
@@ -100,7 +100,7 @@ def make_layer(config: Any, family: str) -> tuple[torch.nn.Module, torch.nn.Modu
             last = norm(HIDDEN, eps=hf_config.rms_norm_eps)
     finally:
         torch.set_default_dtype(torch.float32)
-    for name in ("q_norm", "k_norm", "v_norm"):  # norms of heads are a part of attention
+    for name in ("q_norm", "k_norm", "v_norm"):  # the stand-in replaces head norms too
         if hasattr(layer.self_attn, name):
             setattr(layer.self_attn, name, torch.nn.Identity())
     middle = 0.0 if "Gemma" in type(last).__name__ else 1.0
@@ -130,17 +130,17 @@ def make_block(config: Any, family: str) -> Callable[..., Any]:
 
 
 def round_as_pytorch(every: bool) -> None:
-    """Makes Inductor round like PyTorch, or as by default, in later compilations."""
+    """Makes later compilations round like PyTorch, or as Inductor does by default."""
     torch._inductor.config.emulate_precision_casts = every
     torch._inductor.config.fallback_by_default = every
 
 
 def fuse(rank: int, world_size: int, family: str, model: str) -> dict[str, Any]:
-    """Compiles a layer, and compares it with the layer run without compilation.
+    """Compiles a layer, and compares its results with those of the uncompiled layer.
 
     By default, Inductor omits roundings between operators. The layer is therefore also compiled
-    with all roundings, so that only fused calls can cause differences. The expected results need
-    these roundings too, because vLLM compiles some activations and norms by itself (`CustomOp`).
+    with all roundings, so that only fused calls can cause differences. The uncompiled layer needs
+    this setting too, because vLLM itself compiles some activations and norms (`CustomOp`).
     """
     plugin.register()
     config = vllm_ranks.make_config(model)
@@ -149,7 +149,7 @@ def fuse(rank: int, world_size: int, family: str, model: str) -> dict[str, Any]:
         block = make_block(config, family)
         x = shared_input((7, HIDDEN), bf16, "x")
         round_as_pytorch(True)
-        with torch.no_grad():  # clones: vLLM's norms overwrite their arguments
+        with torch.no_grad():  # cloned, because vLLM's norms overwrite their arguments
             expected = [each.clone() for each in block(torch.arange(7), x.clone())]
         for name in ("default", "eager rounding"):
             round_as_pytorch(name == "eager rounding")

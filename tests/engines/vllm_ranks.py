@@ -1,4 +1,4 @@
-"""Functions that the tests of the vLLM plugin run in new processes, with the real vLLM."""
+"""Functions that the vLLM plugin's tests run in new processes, with the real vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ bf16 = torch.bfloat16
 
 
 def write_model(place: pathlib.Path) -> str:
-    """Returns a folder with the configuration of a small dense model."""
+    """Creates a folder with the configuration of a small dense model; returns its path."""
     place.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -56,7 +56,7 @@ def write_model(place: pathlib.Path) -> str:
 
 
 def make_config(model: str, **changes: Any) -> Any:
-    """Returns the configuration that vLLM makes for an engine, of two ranks by default."""
+    """Returns the configuration that vLLM creates for an engine, with two ranks by default."""
     if "pass_config" in changes:
         changes["compilation_config"] = CompilationConfig(pass_config=changes.pop("pass_config"))
     arguments = {
@@ -73,7 +73,7 @@ def make_config(model: str, **changes: Any) -> Any:
 
 
 class Said(logging.Filter):
-    """Records the plugin's log messages, as a filter, because vLLM 0.33 removes handlers."""
+    """Records the plugin's log messages; a filter, because vLLM 0.33 removes handlers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def start(model: str) -> tuple[Said, Any]:
 
 
 def load_the_entry_point(rank: int, world_size: int) -> dict[str, Any]:
-    """Loads the plugin by vLLM's own loader, twice; returns what it has changed."""
+    """Loads the plugin twice with vLLM's own loader; returns the changes that it made."""
     from vllm import plugins
 
     plugins.load_general_plugins()
@@ -108,7 +108,7 @@ def load_the_entry_point(rank: int, world_size: int) -> dict[str, Any]:
     plugins.load_general_plugins()
     plugin._registered = False
     plugin.register()
-    hashed = pass_manager.VllmConfig  # a different attribute of the module, unchanged
+    hashed = pass_manager.VllmConfig  # this attribute of the module is not changed
     from vllm.config import PassConfig
 
     return {
@@ -122,7 +122,7 @@ def load_the_entry_point(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def decide(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """Returns, by configuration, whether compiled and eager models are fused, and the log."""
+    """Returns for each configuration whether compiled and eager models are fused, and the log."""
     plugin.register()
     said = Said()
     found: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def decide(rank: int, world_size: int, model: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def worker(config: Any) -> Any:
-    """Yields the plugin's state in a worker of vLLM whose tensors are on the CPU."""
+    """Yields the plugin's state in a vLLM worker whose tensors are on the CPU."""
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -189,7 +189,7 @@ def _out_of_place(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_norms() -> Any:
-    """Returns two plain norms and one of Gemma, with different eps and random weights."""
+    """Returns two plain norms and a Gemma norm, with different eps and random weights."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     with torch.device("cpu"):
@@ -205,14 +205,14 @@ def make_norms() -> Any:
 
 
 def make_block() -> Any:
-    """Returns norms as models use them: in the first layer, plain, of Gemma, and the last one."""
+    """Returns a block with norms as in models: a first, a plain, a Gemma and a last one."""
     first, plain, gemma = make_norms()
     matrix = shared_input((HIDDEN, HIDDEN), bf16, "matrix") / 16
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         reduced = all_reduce(x)
         start = first(reduced)
-        # All results are returned, because Inductor recomputes others and then omits roundings.
+        # Returns all results: Inductor would recompute any others, and then omit roundings.
         middle, sum1 = plain(all_reduce(start @ matrix), reduced)
         kept1 = sum1.clone()  # vLLM's norms overwrite their arguments
         late, sum2 = gemma(all_reduce(middle @ matrix), sum1)
@@ -224,7 +224,7 @@ def make_block() -> Any:
 
 
 def compiled(config: Any, function: Any) -> Any:
-    """Compiles as vLLM does, with its passes and its context."""
+    """Compiles a function as vLLM does, with vLLM's passes and context."""
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.compilation.passes.ir.inplace_functionalization import (
         VllmIRInplaceFunctionalizationPass,
@@ -244,7 +244,7 @@ def compiled(config: Any, function: Any) -> Any:
             "enable_auto_functionalized_v2"
         ],
     }
-    # dynamic=True would even make 448.0 an input of the graph.
+    # dynamic=True would make even the constant 448.0 a graph input.
     fast = torch.compile(function, options=options, dynamic=False)
     without_cache = torch._functorch.config.patch(enable_autograd_cache=False)
 
@@ -273,7 +273,7 @@ def run_unfused_and_fused(config: Any, block: Any, rank: int) -> tuple[Any, Any,
 
 
 def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[str, Any]:
-    """Compiles the block, and compares with its results without a communicator."""
+    """Compiles the block with fusion, and compares its results with those without fusion."""
     said, config = start(model)
     with worker(config), config.kernel_config.ir_op_priority.set_priority():
         block = make_block()
@@ -300,7 +300,7 @@ def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[
 
 
 def fuse_a_block_over_two_hosts(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """Runs `fuse_a_block` with each rank on its own host; returns the islands."""
+    """Runs `fuse_a_block` as if each rank were on its own host; returns the islands."""
     with on_its_own_host(rank) as islands:
         found = fuse_a_block(rank, world_size, model, "")
     return {**found, "islands": islands}
@@ -309,11 +309,11 @@ def fuse_a_block_over_two_hosts(rank: int, world_size: int, model: str) -> dict[
 def fuse_a_quantized_block(
     rank: int, world_size: int, model: str, kind: str, eager_rounding: bool
 ) -> dict[str, Any]:
-    """Fuses norms before vLLM's own quantizations, and compares.
+    """Fuses norms with vLLM's own quantizations after them, and compares the results.
 
-    vLLM writes FP8 in PyTorch operators by default; NVFP4 and MXFP8 are operators of their own.
+    By default, vLLM quantizes to FP8 in PyTorch, and to NVFP4 and MXFP8 with custom operators.
 
-    With eager_rounding, Inductor does not omit roundings between operators.
+    With `eager_rounding`, Inductor does not omit roundings between operators.
     """
     torch._inductor.config.emulate_precision_casts = eager_rounding
     said, config = start(model)
@@ -342,12 +342,12 @@ def fuse_a_quantized_block(
         return found
 
 
-# The distance of neighbors in FP8, in ulps of float32: 20 bits of the significand are lost.
+# The distance between adjacent FP8 numbers in float32 ulps: FP8 drops 20 bits of the significand.
 _FP8_STEP = 1 << 20
 
 
 def make_quantized_block(kind: str) -> Any:
-    """Returns three norms, each quantized by a layer of vLLM. Quantizations do not feed norms."""
+    """Returns a block of three norms, each quantized by a vLLM layer; no norm reads FP8."""
     first, plain, gemma = make_norms()
     matrices = [shared_input((HIDDEN, HIDDEN), bf16, f"matrix {i}") / 16 for i in range(2)]
     quantize = {"nvfp4": _nvfp4, "mxfp8": _mxfp8}.get(kind, lambda: _fp8(kind))()
@@ -369,14 +369,14 @@ def _fp8(kind: str) -> Any:
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-    # A scalar tensor, as in Fp8LinearMethod after loading.
+    # A scalar tensor, as in Fp8LinearMethod after the weights are loaded.
     static = torch.nn.Parameter(torch.tensor(8 / 448), requires_grad=False)
     shapes = {"static": GroupShape.PER_TENSOR, "per_token": GroupShape.PER_TOKEN}
     layer = QuantFP8(
         static=kind == "static",
         group_shape=shapes.get(kind, GroupShape(1, 128)),
         column_major_scales=kind == "block, columns",
-        use_ue8m0=False,  # as the kernels for blocks require
+        use_ue8m0=False,  # as the block-scaled kernels require
     )
     return lambda y: layer(y, static if kind == "static" else None)
 
@@ -387,7 +387,7 @@ def _mxfp8() -> Any:
     return lambda y: mxfp8_e4m3_quantize(y, is_sf_swizzled_layout=True)
 
 
-# As declared in the C extension, which cannot be loaded here. The first one is never called.
+# Declarations of the C extension, which cannot be loaded here. The first is never called.
 NVFP4 = (
     "scaled_fp4_quant(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout) "
     "-> (Tensor, Tensor)",
@@ -411,13 +411,13 @@ def _nvfp4() -> Any:
     _libraries.append(library)
     from vllm._custom_ops import scaled_fp4_quant
 
-    # The reciprocal of the checkpoint's scale, as in linear layers.
+    # Linear layers pass the reciprocal of the checkpoint's scale.
     given = torch.nn.Parameter(torch.tensor(448 * 6 / 8.0), requires_grad=False)
     return lambda y: scaled_fp4_quant(y, given, is_sf_swizzled_layout=True, backend="cutlass")
 
 
 def _lower_to(provider: str) -> None:
-    """Makes vLLM lower its norms to a provider that has no kernel here, for compilation only."""
+    """Makes vLLM lower its norms to a provider without a kernel here; only compilation works."""
     from vllm.ir.op import IrOp
 
     for name in ("rms_norm", "fused_add_rms_norm"):
@@ -450,7 +450,7 @@ def refuse_on_one_rank(rank: int, world_size: int, model: str) -> dict[str, Any]
 
 
 def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -> dict[str, Any]:
-    """Makes the pass raise with a half rewritten graph, which all ranks must then run unfused."""
+    """Makes the pass raise halfway through a rewrite; all ranks must then run the graph unfused."""
     said, config = start(model)
     real = allnorm.compile.fuse
 
@@ -476,7 +476,7 @@ def break_the_pass(rank: int, world_size: int, model: str, failing: list[int]) -
 
 
 def count_reductions() -> list[int]:
-    """Returns a list with an entry for each all-reduce that vLLM runs from now on."""
+    """Returns a list that gains an entry for each all-reduce that vLLM runs from now on."""
     group = parallel_state.get_tp_group()
     calls: list[int] = []
 
@@ -489,7 +489,7 @@ def count_reductions() -> list[int]:
 
 
 def eager_helpers(rank: int, world_size: int, model: str) -> dict[str, Any]:
-    """Runs the helpers of eager models: a plain norm by a kernel, Gemma's by PyTorch."""
+    """Runs eager models' helpers: a plain norm uses a kernel, and Gemma's norm uses PyTorch."""
     plugin.register()
     from vllm.ir.op import IrOp
     from vllm.model_executor.layers import fused_allreduce_gemma_rms_norm as gemma_module

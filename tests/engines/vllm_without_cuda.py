@@ -1,7 +1,7 @@
 """Makes the real vLLM importable without CUDA, with a fake platform.
 
-Import this before any module of vLLM. vLLM's Python code is real. The operators of its C extension
-are fakes that cannot be called.
+Import this module before any vLLM module. vLLM's Python code is real. The operators of its C
+extension are fakes that cannot be called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._ops import _OpNamespace
 
 
 class _Named:
-    """A fake operator of the C extension, which has overloads and can be compared."""
+    """A fake C extension operator, which has overloads and can be compared."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -72,7 +72,7 @@ from vllm.platforms.interface import DeviceCapability
 
 
 class Platform(CudaPlatformBase):
-    """A fake H200: tensors and vLLM's operators are on the CPU."""
+    """A fake platform with an H200; tensors and vLLM's operators are on the CPU."""
 
     dispatch_key = "CPU"
 

@@ -1,4 +1,4 @@
-"""Fakes of the parts of SGLang that the plugin uses."""
+"""Fakes for the parts of SGLang that the plugin uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allnorm.integrations.sglang import fusion, norms, start
 
 
 class PlainNorm(torch.nn.Module):
-    """A fake of SGLang's RMSNorm, with the attributes that the plugin reads."""
+    """A fake of SGLang's RMSNorm; it has the attributes that the plugin reads."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Runner:
 
 
 class Registry:
-    """A fake of SGLang's registry, which applies each hook at once."""
+    """A fake of SGLang's hook registry; it applies each hook immediately."""
 
     @classmethod
     def register(cls, target: str, hook: Any, hook_type: str) -> None:
@@ -76,7 +76,7 @@ RUNNER = "sglang.srt.model_executor.runner.base_runner"
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, types.ModuleType]]:
-    """Installs fakes of the modules and functions of SGLang that the plugin uses."""
+    """Installs fakes for the SGLang modules and functions that the plugin uses."""
     contents: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": "0.0.1"},
         "sglang.srt": {},

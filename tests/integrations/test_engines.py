@@ -1,4 +1,4 @@
-"""Tests what the plugins of engines share: all ranks decide alike, even if one of them fails."""
+"""Tests the code that the engine plugins share: ranks decide alike, even if one rank fails."""
 
 from __future__ import annotations
 

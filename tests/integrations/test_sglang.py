@@ -1,6 +1,6 @@
-"""Tests how the SGLang plugin is installed and started, with fake modules in place of SGLang's.
+"""Tests that the SGLang plugin registers and starts, with fakes of SGLang's modules.
 
-tests/engines/test_sglang.py runs it in the real package.
+tests/engines/test_sglang.py runs the plugin in the real package.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_a_missing_function_is_named(
 
 
 def with_parameters(head: str) -> Any:
-    """Returns a function with these parameters, which returns its arguments by name."""
+    """Returns a function with these parameters; it returns a dict of its arguments."""
     scope: dict[str, Any] = {}
     exec(f"def function({head}): return locals()", scope)
     return scope["function"]
@@ -150,7 +150,7 @@ def test_new_parameters_of_all_hooks(fake: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_fused_calls_raise_for_unknown_arguments(fake: Any) -> None:
-    """Tests arguments that only SGLang's own function, which does not run, could obey."""
+    """Tests unknown arguments: SGLang's own function, which would obey them, does not run."""
     fused: Any = SimpleNamespace(norm=lambda *_: "fused", quantized_norm=lambda *_: "fused")
     fusion.activate(fused)
     original = with_parameters(KNOWN + ", scale=1.0, mode='a'")
@@ -165,7 +165,7 @@ def test_fused_calls_raise_for_unknown_arguments(fake: Any) -> None:
     for more, named in (((x,), {}), ((1,), {}), ((1.0, "a", 0), {}), ((), {"other": None})):
         with pytest.raises(UnsupportedError, match="passes"):
             HOOKS["norm"](original, *known, *more, **named)
-    # The other hooks leave such calls to SGLang.
+    # The other hooks leave calls with unknown arguments to SGLang.
     quantized = with_parameters("a,b,c,d,e,f,g,h=1")
     assert HOOKS["quantized norm"](quantized, *known, False, 2) is None
     gate = with_parameters("batch_size, mode='a'")
@@ -218,7 +218,7 @@ def engine_objects() -> dict[str, Any]:
 def started(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function that starts the plugin and returns the obstacles that it reports.
 
-    Its argument is a field to delete from SGLang's objects first.
+    The function's argument names a field that it first deletes from SGLang's objects.
     """
     reported: list[str] = []
 
@@ -266,7 +266,7 @@ def test_start_without_obstacles(started: Any) -> None:
 def test_a_missing_field_is_reported_to_the_peers(
     started: Any, caplog: pytest.LogCaptureFixture, field: str
 ) -> None:
-    """Tests that the plugin does not ignore a setting that SGLang renamed."""
+    """Tests that the plugin notices if SGLang has renamed a setting."""
     (reported,) = started(field)
     assert reported.startswith("SGLang is not as this plugin expects")
     name = field.partition(".")[2].removeprefix("model_runner.")

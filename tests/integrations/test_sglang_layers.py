@@ -1,4 +1,4 @@
-"""Tests which sums, norms and FP8 layers of SGLang are fused, with fakes of its classes."""
+"""Tests which of SGLang's sums, norms and FP8 layers are fused, with fakes of its classes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tensors_that_do_not_fit() -> None:
 
 
 def test_sums_before_unfused_norms_are_reduced(fake: Any) -> None:
-    """Tests that the plugin reduces: SGLang 0.5.17 would run the norm without an all-reduce."""
+    """Tests that the plugin reduces these sums, because SGLang 0.5.17 would not."""
     messages: list[str] = []
     reduced: list[torch.Tensor] = []
 
@@ -118,7 +118,7 @@ def test_a_wired_norm_raises_without_a_fusion(fake: Any) -> None:
 
 
 def functions(version: str) -> dict[str, Any]:
-    """Returns functions with the names and parameters of SGLang's."""
+    """Returns fakes with the names and parameters of SGLang's functions."""
     extra = "" if version == "0.5.17" else ", act_scale_ue8m0=False"
     scope: dict[str, Any] = {}
     for name in [*handoff.GEMMS, "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback"]:
@@ -243,7 +243,7 @@ class PlainStack(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the classes above the paths of SGLang's classes."""
+    """Gives the classes above the import paths of SGLang's classes."""
     paths = {
         RowParallelLinear: "layers.linear.RowParallelLinear",
         Layer: "models.llama.LlamaDecoderLayer",
@@ -272,7 +272,7 @@ def test_sites_of_a_stack() -> None:
     stack.layers_to_capture = [1]
     assert found(stack) == within
     assert found(stack, world_size=4) == []
-    # A pipeline stage completes its sums before it sends them.
+    # A pipeline stage reduces its last sum before it sends the result to the next stage.
     assert len(found(Stack(start_layer=1, last=False))) == 3
 
 
@@ -352,7 +352,7 @@ def test_a_layer_that_adds_its_residual() -> None:
 
 
 def test_names_of_groups() -> None:
-    """Tests layers of SGLang 0.5.23, which store names of groups."""
+    """Tests layers of SGLang 0.5.23, which store group names."""
     stack = Stack()
     layers: Any = stack.layers
     for layer, group, size in zip(layers, (None, "attn_tp", "tp"), (2, 2, 4), strict=True):

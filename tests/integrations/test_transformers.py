@@ -1,4 +1,4 @@
-"""Tests a tiny model of every family on two ranks: number of reductions, bits and tokens."""
+"""Tests a tiny model of every family on two ranks: reduction counts, bits and tokens."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ pytest.importorskip("transformers")
 from allnorm.integrations import transformers as fused
 from allnorm.integrations.transformers import styles
 
-# Reductions of each rank in one forward pass: two per layer. The plan for GPT-OSS shards no
-# experts, so it has no sums over experts.
+# Each rank's reductions in one forward pass: two per layer. The plan for GPT-OSS does not shard
+# experts, so their sums need no reduction.
 SITES = dict.fromkeys(models.FAMILIES, 2 * models.LAYERS) | {"gpt_oss": models.LAYERS}
 PROMPT = torch.arange(2, 82).view(2, 40)
 
 
 def expected_calls(family: str) -> dict[str, int]:
-    """Returns how often a forward pass makes each kind of fused call."""
+    """Returns how many fused calls of each kind a forward pass makes."""
     sites = SITES[family]
     if family in ("gemma2", "gemma3", "glm4"):
         return {"post norm, norm": sites}
@@ -76,7 +76,7 @@ def tokens(model: Any) -> torch.Tensor:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """Compares up to two ulps: the norms add squares in different orders."""
+    """Compares results to within two ulps: the norms add squares in different orders."""
     distance = int(ulp_distance(actual, expected).max())
     assert distance <= 2, f"{distance} ulps from the stock model"
 
@@ -145,7 +145,7 @@ def test_float32_and_gradients(rank: int, world_size: int, tmp_path: pathlib.Pat
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @torch.no_grad()
 def test_bias(rank: int, world_size: int, tmp_path: pathlib.Path, family: str) -> None:
-    """Tests that a bias in every projection is added once, where the stock model adds it."""
+    """Tests that each projection's bias is added once, where the stock model adds it."""
     bias = {"attention_bias": True, **({"mlp_bias": True} if family != "gemma2" else {})}
     place = models.save(family, tmp_path, **bias)
     want = models.load(place, family)(PROMPT).logits
@@ -213,7 +213,7 @@ def test_variants_of_gemma4(
 @on(cpu=(2,))
 @torch.no_grad()
 def test_model_after_a_dropped_one(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """Tests a dropped model that is garbage-collected on one rank only."""
+    """Tests a dropped model that only one rank has garbage-collected."""
     place = models.save("llama", tmp_path)
     gc.disable()
     try:
@@ -232,7 +232,7 @@ def test_model_after_a_dropped_one(rank: int, world_size: int, tmp_path: pathlib
 def test_model_after_the_end_of_a_communicator(
     rank: int, world_size: int, tmp_path: pathlib.Path, how: str
 ) -> None:
-    """Tests models after the communicator of the first one was closed, or has failed."""
+    """Tests models that are loaded after the first model's communicator was closed or failed."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     group = mesh.get_group()
     with models.fusion():
@@ -382,7 +382,7 @@ def test_models_with_different_heads(
 @on(cpu=(4,))
 @torch.no_grad()
 def test_tensor_parallel_and_fsdp(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """Tests FSDP, which shards the weights of norms outside of their forwards."""
+    """Tests FSDP, which shards the norms' weights outside of their forward methods."""
     place, more = models.save("llama", tmp_path), {"tp_size": 2, "fsdp_size": 2}
     stock = models.load(place, "llama", **more)
     want, want_tokens = stock(PROMPT).logits, tokens(stock)

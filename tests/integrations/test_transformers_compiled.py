@@ -25,7 +25,7 @@ class Graphs:
 
     Attributes:
         compiled: the counts of each graph that was compiled.
-        ran: the counts of the graph that ran last.
+        ran: the counts of the graph that ran most recently.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def static_cache(model: Any) -> Any:
 def test_toggling_never_runs_a_stale_graph(
     rank: int, world_size: int, tmp_path: pathlib.Path, family: str
 ) -> None:
-    """Tests a compiled model whose fusion is disabled and enabled."""
+    """Tests a compiled model while its fusion is disabled and enabled."""
     place = models.save(family, tmp_path)
     sites = models.LAYERS if family == "gpt_oss" else 2 * models.LAYERS
     with models.fusion():

@@ -1,4 +1,4 @@
-"""Tests hooks, gradients and replaced modules: fused models compute as stock models do.
+"""Tests hooks, gradients and replaced modules: fused models compute the same as stock models.
 
 Both models get the same hooks, on all ranks or on one. Communication must not depend on hooks, and
 a model must not use a norm of values that a hook has changed.
@@ -27,7 +27,7 @@ from allnorm.integrations import transformers as fused
 
 PROMPT = torch.arange(2, 26).view(2, 12)
 
-# By the place of a hook: the site of Llama whose fused norm cannot be used then.
+# Maps a hook's place to the Llama site whose fused norm cannot be used because of the hook.
 AFTER = {
     "layers.0": "layers.0.mlp.down_proj",
     "layers.1": "layers.1.mlp.down_proj",
@@ -42,8 +42,8 @@ BEFORE = {
     "layers.1.post_attention_layernorm": "layers.1.self_attn.o_proj",
     "norm": "layers.2.mlp.down_proj",
 }
-# Places where a hook receives the sum or the post norm. All ranks or none must have it if the
-# family has a post norm or scales (docs/transformers.md).
+# Places where a hook receives the sum or the post norm. If the family has a post norm or scales,
+# either all ranks or none must have such a hook (docs/transformers.md).
 SUMS = {*AFTER, "layers.1.post_attention_layernorm"} - {"layers.0", "layers.1"}
 # Modules that get hooks: "" is the base model, "*" is every module.
 PLACES = (
@@ -89,7 +89,7 @@ ACTIONS = ("read", "keep", *WRITES, *REPLACEMENTS)
 
 
 def act(action: str, value: Any, kept: list[Any]) -> Any:
-    """Acts on the hidden states in a module's arguments or results; returns the hook's result."""
+    """Applies an action to a module's arguments or results; returns the hook's result."""
     states = first_of(value)
     if states is None:
         return None
@@ -104,7 +104,7 @@ def act(action: str, value: Any, kept: list[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A hook of a module.
+    """A hook that the test registers on a module.
 
     Attributes:
         place: the module; "" for the base model, "*" for every module.
@@ -119,7 +119,7 @@ class Hook:
     ranks: tuple[int, ...]
 
     def put(self, base: Any, rank: int, kept: list[Any]) -> list[Any]:
-        """Registers the hook; returns handles."""
+        """Registers the hook if this rank has it; returns the handles."""
         if rank not in self.ranks:
             return []
         module = torch.nn.modules.module if self.place == "*" else base.get_submodule(self.place)
@@ -222,7 +222,7 @@ def counts(model: Any) -> dict[str, tuple[int, int]]:
 def check_counts(
     rank: int, before: dict[str, Any], after: dict[str, Any], hooks: list[Hook], mode: str
 ) -> None:
-    """Checks the counts of calls that `report()` shows for one forward pass of a Llama."""
+    """Checks the call counts that `report()` shows after one forward pass of a Llama model."""
     touched = set()
     for hook in hooks:
         if rank in hook.ranks and hook.place == "*":
@@ -250,7 +250,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def compare_scenarios(rank: int, folder: pathlib.Path, kind: str, seeds: Iterable[int]) -> None:
-    """Runs each seed's scenario on the stock and the fused model, and compares. Collective."""
+    """Runs each seed's scenario on the stock and the fused model; compares them. Collective."""
     family, more = KINDS[kind]
     place = models.save(family, folder, torch.float32, **more)
     stock = models.load(place, family)
@@ -336,7 +336,7 @@ def adapt(model: Any, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @torch.no_grad()
 def test_adapters(rank: int, world_size: int, tmp_path: pathlib.Path, family: str) -> None:
-    """Tests LoRA adapters that are added and removed."""
+    """Tests a model while LoRA adapters are added and removed."""
     place = models.save(family, tmp_path, torch.float32)
     names = ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj", "layers.1.self_attn.q_proj")
     stock = models.load(place, family)
@@ -369,7 +369,7 @@ def test_adapters(rank: int, world_size: int, tmp_path: pathlib.Path, family: st
 @on(cpu=(2,))
 @torch.no_grad()
 def test_compiled_with_hooks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """Tests hooks in compiled models, which then compute the norms again."""
+    """Tests hooks in compiled models, which compute the norms again because of them."""
     hooks = [
         Hook("layers.0", "after", "write", (0, 1)),
         Hook("layers.1", "after", "copied", (0,)),

@@ -83,7 +83,7 @@ def test_addition_fuses(how: str, bias: bool) -> None:
     torch.testing.assert_close(normed, model.module(summed))
     assert model.calls() == (1, 0)
     assert model.norm.ready is None
-    torch.testing.assert_close(model.forward(summed), normed)  # which computes the norm again
+    torch.testing.assert_close(model.forward(summed), normed)  # the model's norm computes it again
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -100,7 +100,7 @@ def test_a_post_norm_alone_fuses(bias: bool) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_a_post_norm_fuses_with_the_addition(scale: float | None, norm: bool, bias: bool) -> None:
-    """Tests a post norm before the addition, with which it fuses unless there is a bias."""
+    """Tests that a post norm fuses with the residual addition after it, unless there is a bias."""
     model = Model(post=True, norm=norm, bias=bias)
     normed, branch = model.post_forward(model.partial), model.post_module(model.total)
     if scale is not None:
@@ -118,7 +118,7 @@ def test_a_scaled_sum_fuses_with_the_addition(bias: bool) -> None:
     model = Model(bias=bias, is_scaled=True)
     summed = 0.3 * model.partial + model.residual
     torch.testing.assert_close(summed, model.residual + model.total * 0.3)
-    # A fused call would scale before it adds the bias.
+    # With a bias nothing fuses: a fused call would scale before it adds the bias.
     assert model.calls() == ((0, 1) if bias else (1, 0))
     torch.testing.assert_close(model.forward(summed), model.module(summed))
 
@@ -255,7 +255,7 @@ def test_gradients_enabled_before_the_norm(is_frozen: bool) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("post", [False, True])
 def test_gradients_enabled_before_the_addition(post: bool, bias: bool) -> None:
-    """Tests attention under no_grad in a layer whose later operations need gradients."""
+    """Tests attention under no_grad in a layer whose later operations record gradients."""
     model = Model(post=post, bias=bias)
     with torch.enable_grad():
         residual, total = model.residual.requires_grad_(), model.total.detach()
@@ -285,7 +285,7 @@ def test_training_is_not_fused() -> None:
 
 
 def test_negative_zeros_of_an_unfused_sum() -> None:
-    """Tests that the residual of zeros that the call adds does not turn -0.0 into 0.0."""
+    """Tests that reducing an unfused sum, which adds a residual of zeros, preserves -0.0."""
     model = Model()
     partial = PartialSum(torch.full((2, 8), -0.0), model.site)
     assert torch.signbit(partial.reduced()).all()

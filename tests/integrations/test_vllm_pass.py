@@ -1,4 +1,4 @@
-"""Tests the pass and the start of vLLM's workers with fakes of vLLM: all ranks decide alike."""
+"""Tests the pass and the start of workers with fakes of vLLM: all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Rank:
         return sum("all_reduce_add_rms_norm" in str(node.target) for node in module.graph.nodes)
 
     def is_close(self) -> bool:
-        """Returns whether the last compiled graph computes the results of the original graph."""
+        """Returns whether the last compiled graph's results are close to the original graph's."""
         rank = torch.distributed.get_rank()
         inputs = stand_in.inputs(rank)
         got, expected = self.module(*inputs), stand_in.graph(rank)(*inputs)
@@ -74,7 +74,7 @@ class Rank:
 def test_no_rank_fuses_a_graph_if_the_pass_fails_on_one(
     rank: int, world_size: int, tmp_path: pathlib.Path, failing: list[int]
 ) -> None:
-    """Tests the fallback: the rank reduces by vLLM, so its peers must not make a fused call."""
+    """Tests the fallback: the failing rank reduces with vLLM, so its peers must not fuse."""
     with Rank(tmp_path) as worker:
         assert worker.compile(fails=rank in failing) == (0 if failing else 1)
         assert worker.is_close()
@@ -99,7 +99,7 @@ def test_no_rank_fuses_a_graph_if_the_pass_fails_on_one(
 def test_ranks_wait_once_for_a_rank_that_uses_its_cache(
     rank: int, world_size: int, tmp_path: pathlib.Path
 ) -> None:
-    """Rank 0 has both graphs in its cache; its peers fuse, because cached graphs are fused."""
+    """Tests that rank 0's peers wait once, and fuse: graphs in rank 0's cache are fused."""
     with Rank(tmp_path, patience_s=0.5) as worker:
         if rank:
             began = time.monotonic()
@@ -167,7 +167,7 @@ def test_message_if_no_reduction_was_found(
 
 
 class Broken:
-    """A fake of an object of vLLM without fields."""
+    """A fake vLLM object without fields."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"no field {name}")
@@ -198,7 +198,7 @@ def test_a_failed_start_does_not_change_the_engine(
         engine.start(config)
         assert engine.communicator() is None
         assert engine.communicator_for_eager() is None
-        if broken != "switch":  # vLLM's own default is back
+        if broken != "switch":  # vLLM's own default is restored
             keeps = rank == 0 or broken != "seam of rank 1"
             assert config.compilation_config.pass_config.fuse_allreduce_rms is keeps
         assert engine.STATE.outcome is not None

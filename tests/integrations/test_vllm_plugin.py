@@ -1,6 +1,6 @@
 """Tests the vLLM plugin in one process, with fakes of vLLM's modules.
 
-tests/engines/test_vllm.py runs it in the real package.
+tests/engines/test_vllm.py runs the plugin in the real package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from allnorm.integrations.vllm.seams import Option, Seam
 
 @pytest.fixture
 def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Creates a package on the path, with modules that are not imported."""
+    """Creates a package on the import path; its modules are not imported yet."""
     name = "standin_engine"
     folder = tmp_path / name
     (folder / "inner").mkdir(parents=True)
@@ -125,14 +125,14 @@ def test_imports_do_not_raise_errors_of_actions(package: str) -> None:
         ("Pass", (), True),
         ("TABLE", ("config",), False),
         ("nothing", (), False),
-        # Fields: declared, assigned in the constructor, or properties; not assigned later.
+        # Fields are declared, assigned in the constructor, or properties. Later ones do not count.
         ("Worker.device", (), True),
         ("Worker.mode", (), True),
         ("Worker.config", (), True),
         ("Worker.rank", (), True),
         ("Worker.size", (), True),
         ("Worker.late", (), False),
-        # A function must not require more than the known parameters.
+        # A function must not require unknown parameters.
         ("more", ("config",), False),
         ("more", ("config", "new"), True),
         ("named", ("config",), False),
@@ -171,7 +171,7 @@ def test_nothing_is_installed_without_a_seam(
 
 
 def test_fields_of_vllms_objects_are_seams() -> None:
-    """Tests that a renamed field is found before a worker fails or ignores it."""
+    """Tests that a renamed field is found before a worker fails, or fuses regardless of it."""
     known = {seam.name for seam in seams.REQUIRED}
     known |= {seam.name for option in seams.OPTIONAL for seam in option.needs}
     for field in (
@@ -246,7 +246,7 @@ def test_errors_of_actions_prevent_fusion(
 def test_vllm_is_imported_without_the_switch(
     package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tests that the plugin logs its KeyError, and does not change a part of the defaults."""
+    """Tests that the plugin logs its KeyError, and leaves all of vLLM's defaults unchanged."""
     tables = {
         1: {"compilation_config": {"pass_config": {switch.FIELD: True}}},
         2: {"compilation_config": {"pass_config": {"other": True}}},

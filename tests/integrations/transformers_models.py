@@ -1,4 +1,4 @@
-"""Makes a tiny model with random weights for each family, without downloads."""
+"""Creates a tiny model with random weights for each family, without downloads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def config(family: str, **more: Any) -> Any:
 def save(
     family: str, folder: pathlib.Path, dtype: torch.dtype = torch.bfloat16, **more: Any
 ) -> str:
-    """Saves a model with random weights, including norms and biases; returns the folder.
+    """Saves a model whose weights, norms and biases are random; returns the folder.
 
     Collective: rank 0 saves it.
     """
@@ -113,7 +113,7 @@ def load(
     auto_class: Any = None,
     **more: Any,
 ) -> Any:
-    """Loads a model, sharded over all ranks, or over `tp_size` ranks and data-parallel.
+    """Loads a model, sharded over all ranks; with `tp_size`, over fewer ranks and data-parallel.
 
     With `ep_size`, each rank holds whole experts.
     """

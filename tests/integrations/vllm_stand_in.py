@@ -1,4 +1,4 @@
-"""Fakes of the modules of vLLM that the graph pass and the start of its workers use."""
+"""Fakes of the vLLM modules that the graph pass and the start of vLLM's workers use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mode(enum.IntEnum):
 
 
 class Pass:
-    """A fake of the base class of vLLM's passes."""
+    """A fake base class for vLLM's passes."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class Config(SimpleNamespace):
 
 
 def config(world_size: int, **changes: Any) -> Any:
-    """Returns the configuration of an engine whose graphs are compiled and fused."""
+    """Returns the configuration of an engine that compiles and fuses graphs."""
     passes = SimpleNamespace(fuse_allreduce_rms=True, fi_allreduce_fusion_max_size_mb=None)
     return Config(
         additional_config={"allnorm": {"stock": False}},
@@ -58,7 +58,7 @@ def config(world_size: int, **changes: Any) -> Any:
 
 
 def put_in_place(cache: str) -> None:
-    """Installs the fake modules; all ranks are the tensor-parallel group."""
+    """Installs the fake modules, with a tensor-parallel group of all ranks."""
     group = SimpleNamespace(
         device_group=dist.group.WORLD,
         device=torch.device("cpu"),
@@ -126,7 +126,7 @@ def inputs(rank: int) -> list[torch.Tensor]:
 
 
 def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
-    """Returns a graph as the pass receives it; with `norm`, it has a reduction before the norm."""
+    """Returns a graph such as the pass receives; without `norm`, it has no reduction to fuse."""
 
     def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         reduced = torch.ops.vllm.all_reduce(x, "tp:0") if norm else x
@@ -139,6 +139,6 @@ def graph(rank: int, norm: bool = True) -> torch.fx.GraphModule:
 
 
 def folder(cache: pathlib.Path) -> list[str]:
-    """Returns the ids of generations of compiled code that are stored in the cache."""
+    """Returns the ids of the generations of compiled code that the cache holds."""
     place = cache / "allnorm"
     return sorted(path.read_text() for path in place.iterdir()) if place.exists() else []
