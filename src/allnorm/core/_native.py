@@ -1,4 +1,4 @@
-"""ctypes binding of the C ABI (csrc/allnorm.h). Does not import torch."""
+"""ctypes bindings for the C ABI (csrc/allnorm.h). Does not import torch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class DeviceCode(ctypes.Structure):
 
 
 def _out(value: Any) -> Any:
-    """Returns the address of an output argument."""
+    """Returns the address of an output argument, as a ctypes pointer."""
     return _pointer(ctypes.addressof(value))
 
 
@@ -142,18 +142,18 @@ class Library:
         return function
 
     def _ask(self, name: str, *arguments: Any) -> int:
-        """Calls a C function with arguments of ctypes types; raises OSError if it fails."""
+        """Calls a C function with ctypes arguments; raises OSError if it fails."""
         status = int(self._bind(name, *map(type, arguments))(*arguments))
         if status not in (OK, BUSY):
             raise OSError(self.last_error())
         return status
 
     def last_error(self) -> str:
-        """Returns the error text of this thread's last failed call."""
+        """Returns the error message of this thread's last failed call."""
         return (self._last_error() or b"").decode(errors="replace")
 
     def build_info(self) -> dict[str, Any]:
-        """Returns backend, version, compilers and architectures of the build."""
+        """Returns the build's backend, version, compilers and architectures."""
         return dict(json.loads(self._build_info()))
 
     def set_interrupt(self, look: int) -> None:
@@ -161,7 +161,7 @@ class Library:
         self._bind("set_interrupt", _pointer)(look)
 
     def set_beat(self, handle: int, address: int) -> None:
-        """Sets the address where waits of a communicator store the time; 0: none. CPU only."""
+        """Sets where a communicator's waits store the current time; 0: nowhere. CPU only."""
         try:
             function = self._bind("comm_set_beat", _pointer, _pointer)
         except AttributeError as error:
@@ -187,11 +187,11 @@ class Library:
         return int(address.value or 0)
 
     def shm_unlink(self, name: str) -> None:
-        """Removes the name; mappings stay valid."""
+        """Removes the name of a shared-memory object; existing mappings stay valid."""
         self._ask("shm_unlink", ctypes.c_char_p(name.encode()))
 
     def shm_unmap(self, address: int, num_bytes: int) -> None:
-        """Unmaps memory of `shm_create` or `shm_open`."""
+        """Unmaps memory that `shm_create` or `shm_open` has mapped."""
         self._ask("shm_unmap", _pointer(address), _c_int64(num_bytes))
 
     # CUDA library only.
@@ -222,7 +222,7 @@ class Library:
         return int(address.value or 0)
 
     def ipc_probe(self, device: int, rank: int, addresses: list[int]) -> None:
-        """Stores a word into the workspace of every peer."""
+        """Stores a word in every peer's workspace."""
         array = (_pointer * len(addresses))(*addresses)
         numbers = _c_int32(device), _c_int32(rank), _c_int32(len(addresses))
         self._ask("ipc_probe", *numbers, _out(array))
@@ -230,20 +230,20 @@ class Library:
     def ipc_probed(
         self, device: int, rank: int, world_size: int, address: int, timeout_ns: int
     ) -> list[int]:
-        """Returns the peers from which no word has arrived in the own workspace at `address`."""
+        """Returns the peers whose word has not arrived in this rank's workspace, at `address`."""
         missing = _c_uint32()
         numbers = _c_int32(device), _c_int32(rank), _c_int32(world_size)
         self._ask("ipc_probed", *numbers, _pointer(address), _c_int64(timeout_ns), _out(missing))
         return [peer for peer in range(world_size) if missing.value >> peer & 1]
 
     def ipc_leave(self, device: int, rank: int, addresses: list[int]) -> None:
-        """Tells the peers that this rank has left, and unmaps their memory; 0 is skipped."""
+        """Tells the peers that this rank has left, and unmaps their memory; skips addresses 0."""
         array = (_pointer * len(addresses))(*addresses)
         numbers = _c_int32(device), _c_int32(rank), _c_int32(len(addresses))
         self._ask("ipc_leave", *numbers, _out(array))
 
     def ipc_free(self, device: int, rank: int, world_size: int, address: int) -> bool:
-        """Frees own memory; returns False while a peer may still map it."""
+        """Frees this rank's memory; returns False while a peer may still have it mapped."""
         numbers = _c_int32(device), _c_int32(rank), _c_int32(world_size)
         return self._ask("ipc_free", *numbers, _pointer(address)) == OK
 
@@ -259,10 +259,10 @@ def available_backends() -> list[str]:
 
 @functools.cache
 def library(backend: str) -> Library:
-    """Loads the library of "cpu" or "cuda" once.
+    """Returns the library for "cpu" or "cuda", which is loaded on the first call.
 
     Raises:
-        NativeLibraryError: it is not installed, or cannot be loaded.
+        NativeLibraryError: the library is not installed, or cannot be loaded.
     """
     path = _library_path(backend)
     if not path.exists():
@@ -276,14 +276,14 @@ def library(backend: str) -> Library:
 
 
 def build_info() -> dict[str, Any]:
-    """Returns the properties of the build that the native libraries record.
+    """Returns the build properties that the native libraries record.
 
     Returns:
         `version` of the package; `commit`, the git hash of the sources, or None without git;
-        `dirty`, whether their files had uncommitted changes, or None without a commit; `cuda`, the
+        `dirty`, whether the sources had uncommitted changes, or None without a commit; `cuda`, the
         version of the CUDA compiler, or None without a CUDA library; `architectures`, the compute
         capabilities of its kernels, such as ["90"]; `compiler`, the C++ compiler. If the libraries
-        have different commits, `commit` is that of the CUDA library, and `dirty` is True.
+        have different commits, `commit` is the CUDA library's, and `dirty` is True.
 
     Raises:
         NativeLibraryError: the package contains no library.
@@ -302,13 +302,13 @@ def build_info() -> dict[str, Any]:
 
 
 def built_commit() -> str | None:
-    """Returns the commit of build_info() with 12 digits, and "-dirty" if it had changes."""
+    """Returns 12 digits of build_info()'s commit, plus "-dirty" after uncommitted changes."""
     info = build_info()
     return info["commit"] and info["commit"][:12] + ("-dirty" if info["dirty"] else "")
 
 
 def raise_status(library: Library, status: int) -> None:
-    """Raises the error of a failed native call, other than a fault of a peer."""
+    """Raises the error of a failed native call. Not for failures that a peer caused."""
     if status == OK:
         return
     text = library.last_error()

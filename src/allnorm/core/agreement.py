@@ -31,8 +31,8 @@ def _agree(mine: Announcement, channel: Channel, waits: Waits) -> None:
     announced = [Announcement(tuple(theirs)) for theirs in channel.gather(words, waits)]
     others = [rank for rank, other in enumerate(announced) if other != mine]
     if not others:
-        # A second round tells every rank that no rank was interrupted in the first. Later, nothing
-        # could end a wait of the process group for such a rank.
+        # The second round tells every rank that no rank was interrupted in the first. Once the call
+        # is under way, nothing could end the process group's wait for an interrupted rank.
         channel.gather(words, waits)
         return
     rank, peer = waits.rank, others[0]

@@ -1,4 +1,4 @@
-"""Announcements: what all ranks must agree on in a call, and its description in errors.
+"""Announcements: the parts of a call that must be equal on all ranks, and their names in errors.
 
 Fused calls announce a CallTag (csrc/protocol/call_tag.h), which holds some properties only as a
 hash. Unfused and hierarchical calls announce an Announcement, which holds all of them. Errors
@@ -41,7 +41,7 @@ _TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
 
 
 def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
-    """Returns the fields of a CallTag by name; see CallShape in csrc/protocol/call_tag.h."""
+    """Returns the fields of a CallTag, keyed by name; see CallShape in csrc/protocol/call_tag.h."""
     op = shape >> 28
     if op == _TAG_ANNOUNCEMENT:
         return {"op": "a call through the process group"}
@@ -63,12 +63,12 @@ def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
 
 
 def is_announcement(shape: int) -> bool:
-    """Returns whether a CallTag announces a call of a channel."""
+    """Returns whether a CallTag belongs to a channel's announcement."""
     return shape >> 28 == _TAG_ANNOUNCEMENT
 
 
 def describe(fields: dict[str, str]) -> str:
-    """Formats a call from the fields of `tag_fields` or of an Announcement."""
+    """Formats a call, given its fields from `tag_fields` or from an Announcement."""
     rest = dict(fields)
     if len(rest) == 1:
         return rest["op"]
@@ -88,8 +88,8 @@ def describe(fields: dict[str, str]) -> str:
     return text + "".join(f", {name} {value}" for name, value in rest.items())
 
 
-# Fields of _native.Call that may differ between ranks, and why. All others are compared, also those
-# that are added to the C call later.
+# Fields of _native.Call that may differ between ranks, and why. All other fields are compared,
+# including any that are added to the C call later.
 _CONTENTS = "an address: contents of tensors are not compared"
 _PARTIAL = "how this rank computes its partial sums, which have the same shape on every rank"
 _MEMORY = "the memory layout of this rank"
@@ -107,10 +107,10 @@ FIELDS = tuple(_TYPES)
 """The compared fields of _native.Call; an Announcement has one word for each."""
 _READ: dict[str, Callable[[PreparedCall], int]] = {
     "algorithm": lambda prepared: names.REQUESTS.index(prepared.plan.algorithm),
-    # Not its address, which is 0 for memory without rows.
+    # Not whether its address is set: the address is 0 for memory without rows.
     "out": lambda prepared: any(r is not None and r.field == "out" for r in prepared.results),
 }
-"""Functions for fields that the C call does not show."""
+"""Functions for the fields that cannot be read from the C call."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Announcement:
     """A call as integers, which ranks compare before they use the process group.
 
     Attributes:
-        words: one per field of FIELDS: an integer, the bits of a float32, or 1 for a given tensor.
+        words: one per name in FIELDS: an integer, the bits of a float32, or 1 for a given tensor.
     """
 
     words: tuple[int, ...]
@@ -149,7 +149,7 @@ class Announcement:
         return self["op"] == _REFUSED
 
     def tagged(self) -> dict[str, str]:
-        """Returns the fields of `tag_fields` for such a call, without the algorithm."""
+        """Returns the fields that `tag_fields` returns for this call, except the algorithm."""
         fields = {
             "op": _OPS[self["op"]]
             + ("_quant" if self["quant"] else "")
@@ -169,7 +169,7 @@ class Announcement:
         return fields
 
     def hashed(self) -> dict[str, str]:
-        """Returns the fields that a CallTag holds only as a hash, or that a fault does not keep."""
+        """Returns the fields that a CallTag holds only as a hash, or a fault does not record."""
         if self["op"] != _native.ADD_RMS_NORM:
             return {}
         fields = {
@@ -190,7 +190,7 @@ class Announcement:
         return fields
 
     def described(self) -> dict[str, str]:
-        """Returns all fields by their names in errors."""
+        """Returns all fields, keyed by their names in error messages."""
         if self.is_refusal:
             return {"op": "no call, it has refused it"}
         algorithm = names.REQUESTS[self["algorithm"]]
@@ -203,7 +203,7 @@ class Announcement:
         return describe(self.described())
 
     def differences(self, rank: int, other: Announcement, peer: int) -> str:
-        """Describes how this call of `rank` differs from that of `peer`; empty after a refusal."""
+        """Describes how `rank`'s call, this one, differs from `peer`'s; empty after a refusal."""
         if self.is_refusal or other.is_refusal:
             return ""
         raw = [dict(zip(FIELDS, map(str, call.words), strict=True)) for call in (self, other)]
@@ -213,7 +213,7 @@ class Announcement:
 
 
 def differences(mine: dict[str, str], rank: int, theirs: dict[str, str], peer: int) -> str:
-    """Describes which fields of two calls differ, as a sentence; empty if none does."""
+    """Returns a sentence that lists the fields in which two calls differ; empty if none do."""
     texts = [
         f"{name} is {text} on rank {rank} and {theirs[name]} on rank {peer}"
         for name, text in mine.items()

@@ -1,13 +1,13 @@
-"""Checks of the arguments of a call.
+"""Validates the arguments of a call.
 
-`check_alike` checks only what is equal on all ranks, so that either every rank raises or none does.
-`check_own` and the checks of preallocated memory check what may differ per rank, such as strides. A
-rank that raises there tells its peers (Endpoint.refuse).
+`check_alike` checks only properties that are equal on all ranks. Hence either every rank raises or
+none does. `check_own` and the checks of preallocated memory cover properties that may differ per
+rank, such as strides. A rank that raises there tells its peers (Endpoint.refuse).
 
-Python checks types, shapes and values: before ranks exchange anything, and with messages that name
-the caller's argument. The library checks the C struct (csrc/abi/check.h), so that a wrong struct of
-any caller of the C ABI never makes it access wrong memory. Python does not check what it computes
-itself: alignment, strides and sizes.
+Python checks types, shapes and values before ranks exchange anything, and its messages name the
+caller's argument. The library validates the C struct (csrc/abi/check.h), so no caller of the C ABI
+can make it access invalid memory by passing a bad struct. Python does not re-check values that it
+computes itself: alignment, strides and sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = {getattr(torch, name): code for name, code in _native.DTYPE.items()}
 
 
 def check_alike(call: Call, device: torch.device) -> None:
-    """Raises for errors that all ranks see: of constants, dtypes, shapes and devices."""
+    """Raises for errors that all ranks see: wrong constants, dtypes, shapes or devices."""
     if call.op == "all_gather_rows":
         check_count("num_tokens", call.num_tokens)
         check_input("residual_shard", call.x, device)
@@ -51,9 +51,9 @@ def check_alike(call: Call, device: torch.device) -> None:
 
 
 def check_own(call: Call, shard: tuple[int, int] | None) -> None:
-    """Raises for errors that may occur on this rank only: of strides and numbers of rows.
+    """Raises for errors that may occur on this rank only: wrong strides or row counts.
 
-    `call` has passed `check_alike`; `shard` are this rank's rows, if rows have owners.
+    `call` has passed `check_alike`; `shard` is the range of this rank's rows, if rows have owners.
     """
     if call.op == "all_gather_rows":
         check_like("residual_shard", call.x, Like.rows(call.x, shard, "num_tokens"))
@@ -94,7 +94,7 @@ def check_count(name: str, value: object, least: int = 0) -> None:
 
 
 def check_norm_constants(call: Call) -> None:
-    """Raises TypeError or ValueError for invalid constants of a norm, other than `quant`."""
+    """Raises TypeError or ValueError if any of a norm's constants, except `quant`, is invalid."""
     check_choice("numerics", call.numerics, NUMERICS)
     for name, flag in (
         ("residual_sharded", call.residual_sharded),
@@ -126,7 +126,7 @@ def _is_float32(value: numbers.Real) -> bool:
 
 
 def check_input(name: str, x: Any, device: torch.device) -> None:
-    """Raises unless `x` is a tensor of rows that the kernels support; ignores its memory."""
+    """Raises unless `x` is a tensor of rows that the kernels support; does not check its memory."""
     tensors.check_kind(name, x)
     if x.dtype not in DTYPES:
         raise UnsupportedError(
@@ -176,7 +176,7 @@ class Like(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, bounds: tuple[int, int] | None) -> Like:
-        """Returns the properties of all rows of the sum, or of its rows `bounds`."""
+        """Returns the properties of the whole sum, or of its rows in the range `bounds`."""
         if not call.experts:
             return cls.rows(call.x, bounds)
         if bounds is None:
@@ -185,7 +185,7 @@ class Like(NamedTuple):
 
     @classmethod
     def rows(cls, x: torch.Tensor, bounds: tuple[int, int] | None, total: str = "") -> Like:
-        """Returns the properties of all rows of `x`, or of the rows `bounds` of `total`."""
+        """Returns the properties of the whole of `x`, or of the rows `bounds` out of `total`."""
         if bounds is None:
             return cls(x.shape, x.dtype, x.device)
         (lo, hi), total = bounds, total or str(x.numel() // x.shape[-1])
@@ -194,9 +194,9 @@ class Like(NamedTuple):
 
 
 def check_like(name: str, tensor: Any, like: Like) -> None:
-    """Raises unless `tensor` has these properties and contiguous rows.
+    """Raises unless `tensor` has the properties `like` and contiguous rows.
 
-    It may raise on this rank only: for strides, and for a shard of the wrong height.
+    It may raise on this rank only: for strides, and for a shard with the wrong number of rows.
     """
     tensors.check_kind(name, tensor)
     if tensor.shape != like.shape:
@@ -210,7 +210,7 @@ def check_like(name: str, tensor: Any, like: Like) -> None:
 
 
 def check_quantization(call: Call) -> None:
-    """Raises unless the rows of a call can be quantized by its spec."""
+    """Raises unless a call's rows can be quantized as its `quant` specifies."""
     if call.writes_scale:
         check_quant(call.quant)
         assert call.quant is not None
@@ -222,7 +222,7 @@ def check_quantization(call: Call) -> None:
 
 
 def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device) -> None:
-    """Raises unless `scale` has this layout, with memory for its padding.
+    """Raises unless `scale` has the layout `geometry`, with memory for its padding.
 
     It may raise on this rank only.
     """
@@ -257,7 +257,7 @@ def check_scale_result(scale: Any, geometry: ScaleGeometry, device: torch.device
 
 
 def check_has_norm(call: Call) -> None:
-    """Raises unless there is a norm, and a second one if rows are quantized or `out` is given."""
+    """Raises unless the call has a norm, and a second one if it quantizes or `out` is given."""
     if call.weight is None and call.post_weight is None:
         raise TypeError("weight is None: expected a torch.Tensor, or a post_norm.")
     if call.weight is None and call.op.endswith("_quant"):
@@ -267,7 +267,7 @@ def check_has_norm(call: Call) -> None:
 
 
 def check_norms(call: Call) -> None:
-    """Raises unless there is a norm and all weights match the rows."""
+    """Raises unless the call has a norm and all weights match the rows."""
     check_has_norm(call)
     for name, weight in (("weight", call.weight), ("post_norm.weight", call.post_weight)):
         if weight is not None:
@@ -290,7 +290,7 @@ def check_weight(name: str, weight: Any, x: torch.Tensor) -> None:
 
 
 def check_experts(call: Call, device: torch.device) -> None:
-    """Raises for errors of an ExpertSum that all ranks see: types, dtypes, devices, dimensions."""
+    """Raises for errors in an ExpertSum that all ranks see: wrong types, dtypes, devices, dims."""
     check_input("rows", call.x, device)
     indexed = call.expert_index is not None
     for name, tensor, dtypes, dims in (
@@ -311,7 +311,7 @@ def check_experts(call: Call, device: torch.device) -> None:
 
 
 def check_own_experts(call: Call) -> None:
-    """Raises for errors of an ExpertSum that may occur on this rank only: numbers of rows."""
+    """Raises for errors in an ExpertSum that may occur on this rank only: wrong row counts."""
     num_tokens, hidden_size = call.shape
     if call.top_k not in TOP_K:
         raise ValueError(
@@ -342,9 +342,9 @@ _EXPERT_SHAPES = {
 
 
 def check_result(name: str, result: torch.Tensor, like: Like) -> None:
-    """Raises unless a preallocated result has these properties and rows that do not overlap.
+    """Raises unless a preallocated result has the properties `like`, and its rows do not overlap.
 
-    It may raise on this rank only. It does not check whether there is memory.
+    It may raise on this rank only. It does not check whether the result has memory.
     """
     check_like(name, result, like)
     if not result.is_contiguous() and not _has_distinct_rows(result):
@@ -355,7 +355,7 @@ def check_result(name: str, result: torch.Tensor, like: Like) -> None:
 
 
 def check_writable(name: str, result: torch.Tensor) -> None:
-    """Raises ValueError unless there is memory to write to; may raise on this rank only."""
+    """Raises ValueError unless the result has memory to write to; may raise on this rank only."""
     if result.data_ptr() >= tensors.LOW_ADDRESS:
         return
     if result._is_zerotensor():
@@ -367,7 +367,7 @@ def check_writable(name: str, result: torch.Tensor) -> None:
 
 
 def _has_distinct_rows(tensor: torch.Tensor) -> bool:
-    """Returns whether the contiguous rows of a tensor do not overlap, judging by the strides."""
+    """Returns whether a tensor's contiguous rows are disjoint, judging by the strides."""
     dims = sorted(
         (stride, size)
         for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
@@ -384,9 +384,10 @@ def _has_distinct_rows(tensor: torch.Tensor) -> bool:
 def check_overlap(
     name: str, result: torch.Tensor, others: dict[str, torch.Tensor | None], allowed: str
 ) -> None:
-    """Raises if `result` overlaps another tensor of the call; may raise on this rank only.
+    """Raises if `result` overlaps another of the call's tensors; may raise on this rank only.
 
-    Only the tensor called `allowed` itself is safe: a thread reads each element before it writes.
+    `result` may be the tensor named `allowed` itself: a thread reads each element before it writes
+    that element.
     """
     begin, end = _extent(result)
     for other_name, other in others.items():
@@ -411,7 +412,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 def check_planned(
     num_tokens: object, hidden_size: int, dtype: torch.dtype, experts: object, **fields: Any
 ) -> Call:
-    """Checks the arguments of `Communicator.plan` and returns such a call on the meta device."""
+    """Checks the arguments of `Communicator.plan`; returns their call, on the meta device."""
     check_count("num_tokens", num_tokens)
     check_count("hidden_size", hidden_size, least=1)
     check_dtype("dtype", dtype)

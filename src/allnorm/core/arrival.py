@@ -1,19 +1,20 @@
-"""Arrival: the ranks of a group find each other. Processes identify a meeting, not a counter.
+"""Arrival: the ranks of a group find each other in the group's store. This is called a meeting.
 
-Counters would differ between ranks after a process was replaced, or after other ranks created a
-group of the same name. Instead, the store has one entry per rank:
+Its processes identify a meeting. Counters would not do: they would differ between ranks after a
+process was replaced, or after other ranks created a group of the same name. The store has one entry
+per rank:
 
-- An arriving rank writes a new random nonce to its entry, and thereby replaces what an earlier
-  process or group of this name left there.
+- An arriving rank writes a new random nonce to its entry. This replaces anything that an earlier
+  process, or an earlier group of the same name, left there.
 - It reads all entries and adds a digest of their nonces to its own, whenever they change.
 - The ranks have met when every entry holds the same digest. The digest includes this rank's new
   nonce, so entries of earlier processes and meetings cannot hold it. It becomes the name of the
   meeting, which is never used again.
-- A rank that gives up adds this to its entry, with the nonces that it had seen. The ranks with
-  these nonces give up too, even if that rank has arrived again since: its entry keeps the record.
-  Ranks that arrive later ignore it.
-- After the first step, when all ranks have met, each rank empties its entry. It does not delete it,
-  because reading a deleted key blocks.
+- A rank that gives up records this in its entry, with the nonces that it had seen. The ranks with
+  these nonces give up too, even if the first rank has arrived again since: its entry keeps the
+  record. Ranks that arrive later ignore the record.
+- After the meeting's first step, when all ranks have met, each rank empties its entry. It does not
+  delete the entry, because reading a deleted key blocks.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from allnorm.core.watch import Process, lives, this_process
 from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError
 
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1e-4, 1e-2
-# Interval at which this rank checks whether the processes of its peers live.
+# Interval at which this rank checks whether its peers' processes are alive.
 _LOOK_SECONDS = 0.1
-# A rank may give up several times between two reads of a peer.
+# Records kept per entry: a rank may give up more than once between two reads by a peer.
 _REMEMBERED = 4
 
 
@@ -50,7 +51,7 @@ class GivenUp(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The entry of a rank in the store."""
+    """A rank's entry in the store."""
 
     nonce: str  # random number, new for each arrival
     process: Process  # process of the rank
@@ -68,9 +69,9 @@ class Members:
     """The state of this process for one process group object.
 
     Attributes:
-        lock: held by the thread that waits for the ranks, because a rank has only one entry.
-        processes: processes of the ranks as of their last meeting; empty before it. A process group
-            object is connected to these processes only.
+        lock: held by the thread that waits for the other ranks, because a rank has only one entry.
+        processes: the ranks' processes as of their last meeting; empty before the first meeting. A
+            process group object is connected to these processes only.
     """
 
     def __init__(self) -> None:
@@ -113,10 +114,10 @@ class Arrival:
 
     @contextlib.contextmanager
     def taking_turns(self, what: str) -> Iterator[None]:
-        """Reserves the entry of this rank for the first step of a meeting.
+        """Lets one thread at a time use this rank's entry, for the first step of a meeting.
 
         Raises:
-            PeerTimeoutError: another thread's meeting of this group did not end in time.
+            PeerTimeoutError: another thread's meeting of the same group did not end in time.
         """
         if not self._members.lock.acquire(timeout=max(0.0, self._seconds_left())):
             raise PeerTimeoutError(
@@ -172,11 +173,11 @@ class Arrival:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def leave(self) -> None:
-        """Empties this rank's entry. By then every rank has found the meeting."""
+        """Empties this rank's entry, after every rank has found the meeting."""
         self._store.set(self._keys[self._rank], b"")
 
     def give_up(self, reason: str) -> None:
-        """Publishes the reason to the ranks that have seen this one."""
+        """Publishes the reason to the ranks that have seen this rank."""
         own = self._own
         if own is not None:
             ended = GivenUp(own.nonce, reason, self._seen)
@@ -192,7 +193,7 @@ class Arrival:
         self._store.set(self._keys[self._rank], pickle.dumps(entry))
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Entry]:
-        """Returns the existing entries by rank."""
+        """Returns the existing entries, keyed by rank."""
         keys = {rank: self._keys[rank] for rank in ranks}
         if not self._store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
@@ -249,7 +250,7 @@ class Arrival:
 def died_error(
     rank: int, peer: int, process: Process, what: str, reason: str = ""
 ) -> PeerDiedError:
-    """Returns the error of a rank that waited for a peer with an exited process."""
+    """Returns the error for a rank that waited for a peer whose process has exited."""
     return PeerDiedError(
         f"rank {rank} waited for rank {peer} while {what}, but process {process.pid} has "
         f"ended{reason}. Make a Communicator over healthy ranks.",
@@ -262,7 +263,7 @@ def died_error(
 def late_error(
     rank: int, missing: Sequence[int], seconds: float, what: str, notes: Sequence[str] = ()
 ) -> PeerTimeoutError:
-    """Returns the error of a rank that waited for missing ranks until the deadline."""
+    """Returns the error for a rank that waited for missing ranks until the deadline."""
     ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     text = (
         f"rank {rank} waited {seconds:g} s for {ranks} while {what}, without success. Every rank "

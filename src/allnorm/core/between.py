@@ -1,9 +1,9 @@
 """allnorm's own process groups, for exchanges between islands and for unfused calls.
 
-The collectives of a process group must have the same order on every rank. Several threads, or the
-user's own collectives, would break it. So a communicator uses only the store of the given process
-group, and creates its own groups over it. It cannot use torch.distributed.new_group, which ranks
-outside of the group would have to call too.
+A process group's collectives must have the same order on every rank. Multiple threads, or the
+user's own collectives, would break this order. So a communicator uses only the given process
+group's store, and creates its own groups on top of it. It cannot use torch.distributed.new_group,
+because ranks outside the group would have to call that too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from allnorm.core.notes import Notes
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.islands import Islands
 
-# Waiting for gloo: spin briefly, then poll at intervals; check peers less often still.
+# Waiting for gloo: spin briefly, then poll at intervals; check peers even less often.
 _SPIN_SECONDS, _PAUSE_SECONDS, LOOK_SECONDS = 5e-4, 1e-4, 0.1
 BACKENDS = ("gloo", "nccl")
-# Gloo's timeouts are nanoseconds in 63 bits.
+# Gloo stores a timeout in nanoseconds, in 63 bits.
 _LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
 
 Look = Callable[[float], None]
@@ -39,16 +39,16 @@ Look = Callable[[float], None]
 _in_graphs: list[Any] = []
 # Groups that a thread is aborting.
 _ending: list[list[Any]] = []
-# Exchanges that may still have a group.
+# Exchanges that may still hold a process group.
 _exchanges: weakref.WeakSet[GroupExchange] = weakref.WeakSet()
 
 
 class GroupError(RuntimeError):
-    """An exchange of a process group failed."""
+    """An exchange through a process group failed."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns the name of a group's backend for tensors of a device; empty if it has none."""
+    """Returns the name of a group's backend for a device's tensors; empty if it has none."""
     try:
         return str(group._get_backend(torch.device(device.type)).name())
     except RuntimeError:
@@ -58,15 +58,15 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 class GroupExchange:
     """One rank's end of a process group that only allnorm uses. Collective.
 
-    With NCCL the host does not wait for an exchange, but a watchdog thread does: NCCL itself would
-    wait forever for a lost rank, and torch's own watchdog aborts the process.
+    With NCCL, a watchdog thread waits for an exchange instead of the host: NCCL itself would wait
+    forever for a lost rank, and torch's own watchdog aborts the process.
 
-    `rank` and `size` count the ranks that exchange. `purpose` names the exchange in errors.
+    `rank` and `size` refer to the participating ranks. `purpose` names the exchange in errors.
 
     Attributes:
-        ranks: numbers of the ranks that exchange, in the communicator.
+        ranks: participating ranks, as numbered in the communicator.
         failure: why the exchange was aborted; empty if it was not.
-        notes: record of the waits.
+        notes: record of this rank's waits.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class GroupExchange:
             made: Any = dist.ProcessGroupGloo(store, rank, size, min(timeout, _LONGEST_TIMEOUT))
         else:
             made = _new_nccl(store, rank, size)
-        # In a list, which is emptied at the exit of the interpreter too: gloo's threads must have
-        # ended by then, or they abort it.
+        # In a list, which is also emptied when the interpreter exits: gloo's threads must have
+        # ended by then, or they abort the process.
         self._groups: list[Any] = [made]
         self._end = weakref.finalize(self, self._groups.clear)
         _exchanges.add(self)
@@ -118,13 +118,13 @@ class GroupExchange:
         return self.start_gather(rows)(look)
 
     def start_gather(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
-        """Starts `gather`; returns a function that completes it. Several may be in flight."""
+        """Starts a gather; returns a function that completes it. More than one may be in flight."""
         gathered = rows.new_empty((self.size, *rows.shape))
         if not rows.numel():
             return lambda look: gathered
         sent, received = (t.view(torch.uint8).view(-1) for t in (rows, gathered))
         if self._backend == "nccl":
-            # NaN in every dtype: if NCCL is aborted, nothing looks like a result.
+            # NaN in every dtype: if NCCL is aborted, the memory does not look like a result.
             received.fill_(0xFF)
         work = self._group._allgather_base(received, sent)
 
@@ -155,8 +155,8 @@ class GroupExchange:
     def abort(self, why: str) -> None:
         """Aborts the exchange, so that waiting peers get an error. Idempotent; any thread."""
         self.failure = self.failure or why
-        # Destroying a group waits for pending work, perhaps of a rank that never comes. So only the
-        # thread may hold a reference.
+        # Destroying a group waits for pending work, perhaps with a rank that never comes. So only
+        # the aborting thread may hold a reference.
         groups, self._groups[:] = self._groups[:], []
         if groups:
             _ending.append(groups)
@@ -168,18 +168,18 @@ class GroupExchange:
         if self._captured and not self.failure:
             _in_graphs.extend(self._groups)
         elif self._backend == "nccl" and not self.failure:
-            # NCCL's shutdown may wait for the other ranks, which may close much later.
+            # NCCL's shutdown may wait for the other ranks, and they may close much later.
             for group in list(self._groups):
                 threading.Thread(target=_shut_down, args=(group,), daemon=True).start()
         self._end()
 
 
 class Between(GroupExchange):
-    """The exchange of a rank with the ranks of the same index in other islands. Collective.
+    """The exchange between a rank and the ranks with its index in other islands. Collective.
 
     Attributes:
-        num_islands: number of ranks that exchange.
-        ranks: their numbers in the whole group, by island.
+        num_islands: number of islands, each with one participating rank.
+        ranks: participating ranks in island order, as numbered in the whole group.
     """
 
     def __init__(
@@ -205,12 +205,12 @@ class Between(GroupExchange):
     def start_parts(self, rows: torch.Tensor) -> Callable[[Look], torch.Tensor]:
         """Starts to send part i of `rows`, split equally into parts, to island i. Collective.
 
-        Returns a function that completes it, as `start_gather` does, and returns this rank's part
-        of every island, `[num_islands, rows of a part, ...]`.
+        Returns a function that completes the exchange, and returns the parts that this rank has
+        received, one per island: `[num_islands, rows of a part, ...]`.
         """
         received = torch.empty_like(rows)
         parts = received.view(self.num_islands, rows.shape[0] // self.num_islands, *rows.shape[1:])
-        if not rows.numel():  # equal on all ranks of the exchange, which have the same rows
+        if not rows.numel():  # on all ranks of the exchange or none: they have equal shapes
             return lambda look: parts
         if self._backend == "nccl":
             received.fill_(torch.nan)
@@ -224,15 +224,16 @@ class Between(GroupExchange):
 
     @property
     def can_exchange_parts(self) -> bool:
-        """Returns whether `start_parts` helps and works: with gloo it needs CPU tensors."""
+        """Returns whether `start_parts` works, which takes CPU tensors or NCCL, and saves time."""
         return self.num_islands > 2 and (self._on_host or self._backend == "nccl")
 
 
 class _Late:
     """Watchdog: aborts an exchange that misses its deadline while only the GPU waits for it.
 
-    Exchanges end in the order in which they start. So it watches one at a time, and after its
-    deadline the newest. It does not query the GPU earlier, because a query may break a capture.
+    Exchanges end in the order in which they start. So the watchdog watches one exchange at a time,
+    and goes on with the newest after that one's deadline. It does not query the GPU before the
+    deadline, because a query may break a capture.
     """
 
     def __init__(self, exchange: weakref.ref[GroupExchange], seconds: float) -> None:
@@ -279,7 +280,7 @@ def _shut_down(group: Any) -> None:
 def own_store(store: Any, prefix: str, timeout: datetime.timedelta) -> Any:
     """Returns a store for the keys of one process group, with its own connection.
 
-    A thread that waits for a key blocks a connection, also for the thread that would set the key.
+    A thread that waits for a key blocks its connection, even for the thread that would set the key.
     """
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a store written in Python
         store = store.clone()
@@ -295,7 +296,7 @@ def _new_nccl(store: Any, rank: int, size: int) -> Any:
 
 
 def wait(work: Any, look: Look) -> None:
-    """Waits for gloo, which notices only exits of neighbors; calls `look` from time to time."""
+    """Waits for gloo and calls `look` periodically: gloo notices only the exit of neighbors."""
     start = time.monotonic()
     looked = start
     while not work.is_completed():
@@ -317,12 +318,12 @@ def places(islands: Islands, rank: int) -> tuple[int, int]:
 
 
 def segments(islands: Islands, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the rows of each island, whose ranks are consecutive, from the rows of each rank."""
+    """Returns each island's range of rows, from each rank's; an island's ranks are consecutive."""
     return [(bounds[island[0]][0], bounds[island[-1]][1]) for island in islands]
 
 
 def _leave_to_parent() -> None:
-    """Keeps groups forever in a child of fork(): destroying them waits for the parent's threads."""
+    """Keeps groups forever in a forked child: destroying one waits for the parent's threads."""
     for groups in [_in_graphs, *_ending, *(exchange._groups for exchange in _exchanges)]:
         for group in groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

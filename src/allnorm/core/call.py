@@ -1,4 +1,4 @@
-"""A call: its only description, by keyword."""
+"""The `Call` class: the one place that defines the arguments of a call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from allnorm.quant import Fp8PerTensor, NvFp4, Quant
 class Call:
     """One call, as its caller made it; only the types of `source` and `post_norm` are checked.
 
-    A new argument needs a field here; the keywords of `Runner.call` follow. A tensor, or a value
-    that holds tensors, also needs a line in INPUTS or MEMORY, one in PARTS, and a name in
-    csrc/python/arguments.h.
+    To add an argument, add a field here; the keywords of `Runner.call` follow from the fields. A
+    tensor, or a value that holds tensors, also needs a line in INPUTS or MEMORY, one in PARTS, and
+    a name in csrc/python/arguments.h.
     """
 
     op: str  # name of an operator in core.operators.OPERATORS
     source: Tensor | ExpertSum  # [..., hidden_size]; for all_gather_rows this rank's rows
-    residual: Tensor | None = None  # like the sum; if sharded, this rank's rows
+    residual: Tensor | None = None  # same shape as the sum; if sharded, this rank's rows
     weight: Tensor | None = None  # [hidden_size]; None: no norm after the residual add
     eps: float = 0.0
     weight_bias: float = 0.0
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def x(self) -> Tensor:
-        """The rows that are read: [..., hidden_size], or those of an ExpertSum."""
+        """The input rows: [..., hidden_size], or the rows of an ExpertSum."""
         return self.source.rows if type(self.source) is ExpertSum else self.source  # type: ignore[return-value]
 
     @property
@@ -72,17 +72,17 @@ class Call:
 
     @property
     def expert_index(self) -> Tensor | None:
-        """The row of each choice of an ExpertSum."""
+        """The index of an ExpertSum: the row of each choice."""
         return self.source.index if type(self.source) is ExpertSum else None
 
     @property
     def expert_weights(self) -> Tensor | None:
-        """The weight of each choice of an ExpertSum."""
+        """The weights of an ExpertSum: one per choice."""
         return self.source.weights if type(self.source) is ExpertSum else None
 
     @property
     def shared(self) -> Tensor | None:
-        """The partial sums of the shared expert of an ExpertSum."""
+        """The shared expert's partial sums in an ExpertSum."""
         return self.source.shared if type(self.source) is ExpertSum else None
 
     @property
@@ -97,19 +97,19 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The inputs and preallocated results; None for those that the call does not have."""
+        """The inputs and preallocated results; None for each that the call does not have."""
         return self.inputs + self.memory
 
     @property
     def given(self) -> list[Tensor]:
-        """All tensors of the call."""
+        """The tensors that the call has: inputs and preallocated results."""
         return [tensor for tensor in self.tensors if tensor is not None]
 
     # ---- constants ------------------------------------------------------------------------------
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """All values but tensors. A spec that holds a tensor is represented by type and layout."""
+        """All values except tensors. Only the type and layout of a spec that holds a tensor."""
         spec: Any = self.quant
         layout = getattr(spec, "scale_layout", None) if type(spec) is NvFp4 else None
         if type(spec) in (Fp8PerTensor, NvFp4):
@@ -122,7 +122,7 @@ class Call:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The fields in order."""
+        """The values of all fields, in order."""
         return tuple(getattr(self, name) for name in KEYWORDS)
 
     @property
@@ -199,14 +199,14 @@ PARTS: dict[str, dict[type, dict[str, str | None]]] = {
         NvFp4: {"global_scale": "static_scale", "scale_layout": None},
     },
 }
-"""Values that hold tensors, by field and type; maps their parts to tensors of the call."""
+"""Values that hold tensors, keyed by field and type. Maps their parts to names of tensors."""
 
 
 _Fields = ParamSpec("_Fields")
 
 
 def _method(kind: Callable[_Fields, Call]) -> Callable[Concatenate[Any, _Fields], Any]:
-    """Returns a method with the parameters of a Call, which runs the Call of its arguments."""
+    """Returns a method with a Call's parameters that creates the Call and runs it."""
 
     def call(self: Any, /, *arguments: _Fields.args, **fields: _Fields.kwargs) -> Any:
         return self.run(Call(*arguments, **fields))  # type: ignore[arg-type]  # for Dynamo
@@ -220,8 +220,8 @@ class Runner(abc.ABC):
     call = _method(Call)
     """Runs the Call with these fields; returns its results, one tensor or a tuple.
 
-    A Dispatcher replaces this method by a C function with the same keywords (csrc/python), which is
-    fastest in the order of the fields. It runs repeated calls without creating a Call.
+    A Dispatcher replaces this method with a C function that takes the same keywords (csrc/python).
+    It is fastest if they are in field order. It runs repeated calls without creating a Call.
     """
 
     @abc.abstractmethod

@@ -2,9 +2,9 @@
 
 Collectives of a process group have their own timeout, do not report which rank is missing, and
 abort the process if ranks send different numbers of bytes. So ranks first announce which call they
-make, and every wait for an announcement has a deadline. On one host the announcement is a call of
-all_gather_rows of the CPU library over shared memory, even for tensors on GPUs; its waits name the
-missing rank. Between hosts it is a message through the group's store, which is slower.
+make, and every wait for an announcement has a deadline. On one host, ranks announce calls with the
+CPU library's all_gather_rows over shared memory, even for tensors on GPUs; its waits name the
+missing rank. Between hosts they send messages through the group's store, which is slower.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from allnorm.errors import AllnormError
 
 # How much longer than the timeout a wait for the store may take.
 _STORE_SECONDS = 1.0
-# Number of 64-bit integers of an announcement.
+# Number of 64-bit integers in an announcement.
 WORDS = len(FIELDS)
 
 
 class Waits(Protocol):
-    """The waits of a communicator: when they end, and what they raise. See Failure."""
+    """Decides when a communicator's waits end, and which error they raise. See Failure."""
 
     rank: int
     world_size: int
@@ -42,7 +42,7 @@ class Waits(Protocol):
 
         Args:
             status: status of the call.
-            fault: the recorded fault, with ranks of the group; None: the communicator's own record.
+            fault: the recorded fault, with group ranks; None: the communicator's own record.
         """
 
     def look_at_peers(self, seconds: float) -> None:
@@ -62,9 +62,9 @@ class Channel(abc.ABC):
 
     Attributes:
         notes: record of which rank waits for which.
-        launches: number of calls of the CPU library that the channel made.
-        announced: the call that was announced last; None if there was none.
-        is_slow: whether it uses the store, between hosts.
+        launches: number of CPU library calls that the channel has made.
+        announced: the latest call that was announced; None if there was none.
+        is_slow: whether the channel uses the store, as it does between hosts.
     """
 
     notes: Notes
@@ -74,7 +74,7 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, words: Sequence[int], waits: Waits) -> list[list[int]]:
-        """Returns the `WORDS` numbers of every rank, by rank. Collective.
+        """Exchanges `WORDS` integers; returns those of every rank, in rank order. Collective.
 
         Raises:
             PeerDivergedError: a rank made a fused call.
@@ -85,7 +85,7 @@ class Channel(abc.ABC):
         """Reports that the process of a rank has exited."""
 
     def end_waits(self) -> None:  # noqa: B027
-        """Ends the wait of another thread."""
+        """Ends a wait in another thread."""
 
     def close(self) -> None:  # noqa: B027
         """Releases the resources of the channel."""
@@ -149,8 +149,8 @@ def start(
 class _LibraryChannel(Channel):
     """A channel that uses the communicator's own handle of the CPU library.
 
-    So ranks also notice if some of them make a fused call, and the communicator records failed
-    waits.
+    So a rank also notices if another makes a fused call instead, and the communicator records
+    failed waits.
     """
 
     def __init__(self, meeting: Rendezvous, handle: int, memory: workspace.Workspace) -> None:
@@ -161,7 +161,7 @@ class _LibraryChannel(Channel):
         self._library.set_beat(handle, self.notes.beat_address)
         self._own = (ctypes.c_int64 * WORDS)()
         self._all = (ctypes.c_int64 * (WORDS * world_size))()
-        # Rows are copied as bytes, so they can pass as float32.
+        # The library copies rows as bytes, so the integers can be declared as float32.
         width = ctypes.sizeof(self._own) // 4
         self._call = _native.Call(
             struct_bytes=ctypes.sizeof(_native.Call),
@@ -194,7 +194,7 @@ class _LibraryChannel(Channel):
 
 
 class _SeparateChannel(_LibraryChannel):
-    """A channel with its own handle and memory, for a communicator that has none on CPU."""
+    """A channel with its own handle and memory, for a communicator without a CPU handle."""
 
     def _fault(self) -> _native.Fault | None:
         fault = _native.Fault()
@@ -255,7 +255,7 @@ class _Messages(Channel):
                 seconds + _STORE_SECONDS,
             )
         except _MissingError as error:
-            # They may still be in an earlier wait, for another rank.
+            # The missing ranks may still be in an earlier wait, for a different rank.
             self.notes.enter(error.missing)
             cause = self.notes.settle(self._dead.__contains__)
             raise WaitEndedError(cause or Cause(error.missing[0], LATE, "did not come")) from None

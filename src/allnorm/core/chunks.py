@@ -1,4 +1,4 @@
-"""Calls of the local kernels on some rows, or some addends, of a bound call."""
+"""Calls to the local kernels on part of a bound call: some of its rows or addends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from allnorm.core import _native
 from allnorm.core.prepared_call import PreparedCall
 from allnorm.core.tensors import rows_of
 
-# Fields of the C call that advance from chunk to chunk, and all that differ between chunks.
+# Addresses in the C call that advance from chunk to chunk, and all fields that differ by chunk.
 _MOVED = ("residual", "residual_out", "out", "quantized", "scale")
 ROW_FIELDS = (
     *(*_MOVED, "x", "top_k"),
@@ -22,7 +22,7 @@ ROW_FIELDS = (
 def own_partial(
     prepared: PreparedCall, library: _native.Library, x: torch.Tensor
 ) -> tuple[int, torch.Tensor]:
-    """Returns a status and this rank's partial sums; sums the rows of experts first."""
+    """Returns a status and this rank's partial sums, after it has summed any rows of experts."""
     call = prepared.native
     if not call.top_k:
         return _native.OK, rows_of(x)
@@ -38,7 +38,7 @@ def own_partial(
 def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.Tensor:
     """Adds contiguous float32 `[n, rows, hidden_size]` over the first dimension, in order.
 
-    The library adds them, because it keeps denormals in every mode of torch.
+    The library adds them, because it keeps denormals whatever torch's settings are.
     """
     count, rows, hidden_size = sources.shape
     total = sources.new_empty((rows, hidden_size))
@@ -76,10 +76,10 @@ def move_results(
     residual_row: int,
     width: int,
 ) -> None:
-    """Makes a C call write its results from `row` on, and its residual from `residual_row` on.
+    """Moves a C call's results to start at `row`, and its residual to start at `residual_row`.
 
-    `row` counts all rows, `residual_row` those that this rank holds. `saved` holds the addresses of
-    row 0, and `width` is the number of bytes per element.
+    `row` is an index into all rows, `residual_row` into the residual's rows on this rank. `saved`
+    holds the addresses of row 0, and `width` is the number of bytes per element.
     """
     moves = [
         ("residual", residual_row, call.residual_stride, width),

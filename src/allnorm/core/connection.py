@@ -1,4 +1,4 @@
-"""The connection of unfused calls: a process group of the communicator, created when needed."""
+"""The connection for unfused calls: the communicator's process group, created when needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from allnorm.errors import AllnormError, UnsupportedError
 
 
 class NotConnectedError(AllnormError):
-    """The ranks could not connect; raised on all of them."""
+    """The ranks could not connect; every rank raises this error."""
 
 
 class Connection:
-    """The process group of a communicator's unfused calls, created by the first of them."""
+    """A communicator's process group for unfused calls, created by the first such call."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Connection:
         """Connects the ranks, unless they are connected, and returns the exchange. Collective.
 
         Raises:
-            NotConnectedError: a rank failed to connect; every rank raises, and ranks are in step.
+            NotConnectedError: a rank failed to connect; every rank raises; the ranks stay in step.
             RuntimeError: the wait for the other ranks failed.
         """
         if self._exchange is not None:
@@ -75,7 +75,7 @@ class Connection:
             except Exception as error:  # noqa: BLE001 - published to every rank, and raised below
                 errors.append(self._tell(key, error))
 
-        # In a thread: neither backend ends its wait if a peer exits or fails to connect.
+        # In a thread, because neither backend ends its wait if a peer exits or fails to connect.
         thread = threading.Thread(target=make, name="allnorm-connect", daemon=True)
         thread.start()
         waits.notes.enter(range(self._world_size))
@@ -87,7 +87,7 @@ class Connection:
                     waits.look_at_peers(time.monotonic() - start)
                     self._read_failure(key, errors)
         except BaseException as error:
-            self._tell(key, error)  # so that they do not wait for this rank
+            self._tell(key, error)  # so that the peers do not wait for this rank
             raise
         waits.notes.leave()
         succeeded = channel.gather([int(not errors), *(0,) * (WORDS - 1)], waits)
@@ -114,7 +114,7 @@ class Connection:
             return GroupExchange(*place, "the exchange of unfused calls")
 
     def _tell(self, key: str, error: BaseException) -> str:
-        """Publishes why this rank does not connect, and returns the text."""
+        """Publishes why this rank does not connect, and returns the message."""
         text = f"rank {self._rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):
             self._store.set(key, text[:1000])

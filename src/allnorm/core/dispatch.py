@@ -1,8 +1,8 @@
 """The steps of a call: recognize it, check it, choose an algorithm, bind its tensors, launch.
 
-Whether and how a call runs depends on the geometry of its tensors, not on their addresses. So this
-is decided once and kept as a PreparedCall for that geometry. csrc/python keeps the latest calls
-that were made twice, and repeats them without this file.
+Whether and how a call runs depends on the geometry of its tensors, not on their addresses. So the
+decision is made once per geometry and kept as a PreparedCall. csrc/python keeps the latest calls
+that were made twice, and repeats them without running this file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from allnorm.core.tensors import is_plain
 from allnorm.errors import AllnormError, CommunicatorClosedError, UnsupportedError
 from allnorm.policy import Plan
 
-# Maximum prepared calls of a dispatcher; a server has a few thousand geometries.
+# Maximum number of prepared calls in a dispatcher; a server has a few thousand geometries.
 _MAX_PREPARED = 4096
 _LOCAL_PLAN = Plan("local", "there is no other rank", 1)
 
 
 class Target:
-    """Runs the calls of a dispatcher: calls of one rank alone, or as an Endpoint those of many."""
+    """Runs a dispatcher's calls, on one rank alone. The subclass Endpoint runs them on many."""
 
     name, rank, world_size = "", 0, 1
 
@@ -57,14 +57,14 @@ class Target:
             self.fail(status, prepared)
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
-        """Returns whether csrc/python may repeat such a call without `run`."""
+        """Returns whether csrc/python may repeat this prepared call without `run`."""
         return True
 
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Tells the peers that this rank refuses a call that they may be making."""
 
     def interrupted(self, error: BaseException) -> None:
-        """Tells the peers that an exception of a signal handler ended a call of this rank."""
+        """Tells the peers that a signal handler's exception ended this rank's call."""
 
     def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
         """Raises the error for the status that a call returned."""
@@ -73,7 +73,7 @@ class Target:
 
 
 class Dispatcher(Runner):
-    """Runs the calls of one target, and keeps the prepared calls.
+    """Runs calls on one target, and keeps the prepared calls.
 
     Args:
         target: runs the calls.
@@ -94,7 +94,7 @@ class Dispatcher(Runner):
     ) -> None:
         self._target = target
         self._prepared: dict[Any, PreparedCall] = {}
-        # The garbage collector does not see what csrc/python holds, so that must not hold `self`.
+        # csrc/python must not hold `self`, because the garbage collector cannot see its references.
         myself = weakref.ref(self)
 
         def missed(*arguments: Any, **fields: Any) -> Any:
@@ -164,8 +164,8 @@ class Dispatcher(Runner):
             key = _key_of(call)
             prepared = self._prepared.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
-            return None, None  # a wrong argument, which the checks report
-        # Tensors of one geometry may differ in kind; prepared calls are for plain tensors.
+            return None, None  # an invalid argument, which the checks will report
+        # Tensors with equal geometry may be of different kinds; prepared calls are for plain ones.
         if prepared is not None and not all(map(is_plain, call.given)):
             return None, None
         return key, prepared
@@ -185,7 +185,7 @@ class Dispatcher(Runner):
 
     def _fail(self, status: int, call: Call) -> NoReturn:
         prepared = None
-        with contextlib.suppress(Exception):  # only needed for the text of the error
+        with contextlib.suppress(Exception):  # only needed for the error message
             prepared = self._find(call)[1]
         self._target.fail(status, prepared)
 
@@ -235,7 +235,7 @@ class Chooser:
     def plan(self, call: Call) -> Plan:
         """Returns the plan of a call, which depends only on its geometry and constants."""
         native = describe(call)
-        # Only whether there are such tensors matters.
+        # Only whether these tensors exist matters.
         native.out = 1 if call.return_normed else None
         native.post_weight = None if call.post_weight is None else 1
         native.num_sources = 1
@@ -254,7 +254,7 @@ class Chooser:
         )
 
     def _rows_per_chunk(self, native: _native.Call) -> dict[str, int]:
-        """Returns how many rows fit into a launch within an island, by algorithm."""
+        """Returns the number of rows that fit into a launch in an island, keyed by algorithm."""
 
         def fit(one: _native.Call) -> int:
             return int(
@@ -276,7 +276,7 @@ class Chooser:
         """Returns the plan; raises UnsupportedError if a requested algorithm cannot run."""
         arguments.check_algorithm(call.algorithm)
         plan = self.plan(call)
-        # With one rank there is nothing to exchange: every algorithm computes the same.
+        # With one rank there is nothing to exchange, and every algorithm gives the same results.
         if call.algorithm not in ("auto", plan.algorithm) and self.traits.world_size > 1:
             raise UnsupportedError(
                 f"algorithm={call.algorithm!r} cannot run here: {plan.reason}. Pass "

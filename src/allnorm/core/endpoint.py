@@ -39,15 +39,15 @@ _GIVEN_UP = "this rank has given up"
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts of the calls of a communicator on this rank.
+    """Counts of a communicator's calls on this rank.
 
     Attributes:
-        calls: counts by algorithm. "one_shot" and "two_shot" count launches, replays of CUDA graphs
-            included: a call that does not fit into the workspace has several, and on CUDA only
-            completed ones count. "unfused" counts calls; a captured call counts once. One rank
-            alone makes no launches.
-        unfused: counts of the unfused calls by `Plan.reason`.
-        fault: text of the error that `check()` raises; None if it raises nothing.
+        calls: counts, keyed by algorithm. "one_shot" and "two_shot" count launches, including those
+            in replays of CUDA graphs: a call that does not fit into the workspace takes more than
+            one launch, and on CUDA only completed launches count. "unfused" counts calls; a
+            captured call counts once. One rank alone makes no launches.
+        unfused: counts of the unfused calls, keyed by `Plan.reason`.
+        fault: message of the error that `check()` raises; None if it raises nothing.
     """
 
     calls: dict[str, int]
@@ -79,7 +79,7 @@ class Endpoint(Target):
         if opened.handle:
             run, handle = opened.library.run, opened.handle
             self.dispatcher = Dispatcher(self, run, handle, self._turn.lock)
-        else:  # one rank needs no exchange; several use the process group
+        else:  # one rank needs no exchange; multiple ranks use the process group
             self.dispatcher = Dispatcher(
                 self, opened.library.local if self.world_size == 1 else None
             )
@@ -109,7 +109,7 @@ class Endpoint(Target):
         return self.chooser.choose(call)
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
-        """Returns whether csrc/python may repeat such a call."""
+        """Returns whether csrc/python may repeat this prepared call."""
         if self._handle:
             return prepared.plan.algorithm in names.FUSED
         return self.world_size == 1 and prepared.op != "all_gather_rows"
@@ -136,9 +136,9 @@ class Endpoint(Target):
         try:
             self._take_turn(sys._getframe())
             try:
-                # Copies of unaligned inputs must live until the call was launched.
+                # Copies of unaligned inputs must live until the call has been launched.
                 inputs = prepared.bind(call, memory)
-            except Exception as error:  # noqa: BLE001 - raised when the turn has ended
+            except Exception as error:  # noqa: BLE001 - run() raises it after the turn has ended
                 return _native.OK, error
             if prepared.plan.algorithm in names.BETWEEN_ISLANDS:
                 return self._run_through_group(prepared, inputs, memory), None
@@ -169,11 +169,11 @@ class Endpoint(Target):
                     Refusal(self.device).run(self._library, self._handle)
 
     def refuse(self, error: Exception, algorithm: str) -> None:
-        """Tells the peers that this rank refuses a call, with this error, that they may make.
+        """Tells the peers, which may be making a call, that this rank refuses it with `error`.
 
-        This is for errors that may occur on one rank only, before the call starts. Ranks that all
-        refuse stay in step; a rank that does not refuse raises at once. Errors that every rank
-        raises need no message.
+        This is for errors that may occur on one rank only, before the call starts. If all ranks
+        refuse, they stay in step; a rank that does not refuse raises at once. If every rank raises
+        the error anyway, the peers need not be told.
         """
         if self.world_size == 1 or self.closed:
             return
@@ -199,7 +199,7 @@ class Endpoint(Target):
             self._turn.end(sys._getframe())
 
     def fail(self, status: int, prepared: PreparedCall | None) -> NoReturn:
-        """Raises the recorded error of a call that ended with this status."""
+        """Raises the recorded error of a call that ended with `status`."""
         if status == _native.INTERRUPTED:
             self.failure.notes.post(Cause(self.rank, INTERRUPTED))
             fast_call.raise_interrupt()
@@ -238,8 +238,8 @@ class Endpoint(Target):
     def _end_beside_call(self) -> bool:
         """Fails the communicator because another thread is in a call; returns whether it did.
 
-        The order of the two calls may differ between ranks, which would add rows of different
-        calls. Only calls that overlap in time are detected, which costs other calls nothing.
+        The order of the two calls may differ between ranks. Rows of different calls would then be
+        added. Only calls that overlap in time are detected, so that other calls pay nothing.
         """
         if self.world_size == 1 or self.closed or self.failure.is_final:
             return False
@@ -249,8 +249,8 @@ class Endpoint(Target):
     def _note_stream(self, handle: int) -> None:
         """Tells the library if a stream is never destroyed, because calls on it then cost less.
 
-        torch never destroys its own streams. It may know only the handle of a stream that others
-        created, and such a stream may be destroyed.
+        torch never destroys its own streams. Of a stream that other code created, torch knows only
+        the handle, and that stream may be destroyed.
         """
         self._streams.add(handle)
         stream = torch.cuda.current_stream(self.device)
@@ -278,7 +278,7 @@ class Endpoint(Target):
             make_nan(memory)
             raise
         except BaseException as error:
-            # In the middle of an exchange, so peers may be in this call or in their next one.
+            # This is in the middle of an exchange, so peers may be in this call or in their next.
             raised = self.failure.give_up(error)
             with contextlib.suppress(Exception):
                 make_nan(memory)
@@ -352,7 +352,7 @@ class Endpoint(Target):
         )
 
     def _abandon(self) -> None:
-        """Aborts this rank's part of a call that cannot be finished, and the waits for it."""
+        """Aborts this rank's part of a call that cannot finish, and the waits for that part."""
         self.dispatcher.fast.close()
         for exchange in self._opened.exchanges():
             exchange.abort(_GIVEN_UP)
@@ -367,7 +367,7 @@ class Endpoint(Target):
     # ---- state ----------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Returns the counts of calls, as `Communicator.stats`."""
+        """Returns the counts of calls; see `Communicator.stats`."""
         self.check_open()
         counts = self._counts or _native.Stats()
         if self._handle and self._counts is None:
@@ -388,7 +388,7 @@ class Endpoint(Target):
     # ---- end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes the communicator, as `Communicator.close`."""
+        """Closes the communicator; see `Communicator.close`."""
         if self._opened.process != os.getpid():
             self.check_open()
         if self._ended or (self.closed and self._turn.is_here()):
@@ -402,7 +402,7 @@ class Endpoint(Target):
             self._channel.end_waits()
         for exchange in self._opened.exchanges():
             exchange.close()
-        # Ends waiting calls, and returns once no thread is in one. The handle stays valid for
+        # Ends waiting calls, and returns once no thread is in a call. The handle stays valid for
         # threads that are about to use it.
         busy = bool(self._handle) and self._library.comm_close(self._handle) == _native.BUSY
         try:
@@ -420,7 +420,7 @@ class Endpoint(Target):
             self._turn.end(sys._getframe())
 
     def destroy(self) -> None:
-        """Frees what close() keeps for threads that are about to use it. None may be left."""
+        """Frees what close() keeps for threads about to use it. No such thread may remain."""
         if self._handle:
             self._library.comm_destroy(self._handle)
         if self._channel is not None:
@@ -429,7 +429,7 @@ class Endpoint(Target):
     def peer_ended(self, rank: int, settled: bool) -> None:
         """Ends the waits for a peer whose process has exited.
 
-        `settled` means that everything that it had sent has arrived.
+        `settled` means that everything the peer had sent has arrived.
         """
         index: int | None = rank
         if self._hierarchy is not None:
@@ -446,7 +446,7 @@ class Endpoint(Target):
                 self._opened.connection.abort(why)
 
     def become_fork(self) -> None:
-        """Closes it in a child of fork(), without touching resources of the parent."""
+        """Closes the communicator in a forked child, without touching the parent's resources."""
         self._opened.closed = True
         self._turn = Turn()  # another thread of the parent may have held it
         self.dispatcher.fast.close()

@@ -18,10 +18,10 @@ from allnorm.core.refusal import is_refusal
 from allnorm.core.watch import Watch
 from allnorm.errors import AllnormError, PeerDiedError, PeerLeftError, PeerTimeoutError
 
-# Grace period between a lost connection and the exit of its process.
+# Grace period between a lost connection and the exit of the peer's process.
 _END_SECONDS = 0.5
 _PAUSE_SECONDS = 0.01
-# By this time everything has arrived that a rank sent before it exited, so a wait is for the rank.
+# After this time, all that an exited rank sent has arrived, so a wait must be for the rank itself.
 _ARRIVAL_SECONDS = 0.2
 _CROSSED = (
     " called the communicator at the same time: their order differs between ranks, which would add "
@@ -29,7 +29,7 @@ _CROSSED = (
     "order on every rank (for functions: a process group of its own), or let the threads take "
     "turns in the same order on every rank"
 )
-# Statuses with which the library records a fault.
+# Statuses for which the library records a fault.
 RECORDED = (
     *(_native.TIMEOUT, _native.DIVERGED, _native.PEER_DIED, _native.PEER_LEFT),
     _native.INTERRUPTED,
@@ -48,7 +48,7 @@ _ERRORS = {
 
 
 class _FaultError(RuntimeError):
-    """A wait in the library ended with this fault; its ranks are those of the group."""
+    """A wait in the library ended with a fault; the ranks in it are numbered as in the group."""
 
     def __init__(self, fault: _native.Fault) -> None:
         super().__init__(f"status {fault.status}, rank {fault.peer}")
@@ -60,15 +60,15 @@ class _TooLateError(RuntimeError):
 
 
 class Failure:
-    """The failure state of a communicator; ends its waits.
+    """The failure state of a communicator; decides when its waits end.
 
     Args:
         opened: parts of the communicator.
-        prepared_calls: returns the prepared calls, one of which may have failed.
+        prepared_calls: returns the prepared calls; the failed call may be one of them.
         abandon: aborts this rank's part of a call that cannot be finished.
 
     Attributes:
-        watch: watch of the peers' processes; None for one rank.
+        watch: watches the peers' processes; None for one rank.
         refused: error with which this rank last refused a call.
     """
 
@@ -101,7 +101,7 @@ class Failure:
             raise self._error()
 
     def check(self, prepared: PreparedCall | None = None) -> None:
-        """Raises the failure, if there is one, as `Communicator.check`.
+        """Raises the failure, if there is one; see `Communicator.check`.
 
         `prepared` is the call that has just ended, if it is known.
         """
@@ -142,7 +142,7 @@ class Failure:
             raise _TooLateError(f"no answer of the process group within {seconds:g} s")
 
     def end_wait(self, status: int, fault: _native.Fault | None = None) -> NoReturn:
-        """Raises the error of a failed wait in the library, as described at Waits."""
+        """Raises the error of a failed wait in the library; see `Waits.end_wait`."""
         if status == _native.INTERRUPTED:
             fast_call.raise_interrupt()
         if status == _native.CLOSED:
@@ -171,7 +171,7 @@ class Failure:
         """Fails the communicator after an error during a call through the process group.
 
         Returns:
-            The error to raise; None: the given one, which concerns only this rank.
+            The error to raise; None: `error` itself, which concerns only this rank.
         """
         cause = self._cause_of(error)
         if cause is None:
@@ -197,7 +197,7 @@ class Failure:
             return None
         cause = None
         if not isinstance(error, _TooLateError):
-            # The process group or the store failed. Notes tell why, perhaps a little later.
+            # The process group or the store failed. Notes will show why, perhaps a little later.
             deadline = time.monotonic() + _END_SECONDS
             while (cause := self.notes.find(self._is_dead) or self.notes.first()) is None:
                 self.notes.beat()
@@ -280,7 +280,7 @@ class Failure:
         if is_announcement(fault.expected_shape) and self._opened.channel is not None:
             announced = self._opened.channel.announced
             return {} if announced is None else announced.described()
-        # On CUDA the fault belongs to an earlier call than the one that reports it.
+        # On CUDA, the fault occurred in an earlier call than the one that reports it.
         prepared_calls = self._prepared_calls()
         if prepared is not None and self._opened.device.type == "cpu":
             prepared_calls = [prepared]

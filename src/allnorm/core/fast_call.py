@@ -1,8 +1,8 @@
-"""Repeated calls without Python: the binding of csrc/python.
+"""Runs repeated calls without Python: the binding of csrc/python.
 
-Most host time of a call is Python's: to look up the prepared call, allocate results and read
-addresses. C does this for calls that were made twice, through CPython's stable ABI. Other calls go
-to dispatch.py, which also works without this library.
+Most of a call's host time is spent in Python: looking up the prepared call, allocating results and
+reading addresses. For calls that were made twice, C does this through CPython's stable ABI. Other
+calls go to dispatch.py, which also works without this library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 _NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.h
-# Types of constants that C may compare: equal values mean the same (floats are compared by bits).
+# Types of constants that C may compare: equal values are interchangeable (floats: equal bits).
 # Classes are compared too.
 _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
 _TENSORS = (*INPUTS, *MEMORY)
@@ -41,9 +41,9 @@ class FastCall(NamedTuple):
     """The functions of csrc/python for one Dispatcher."""
 
     call: Callable[..., Any]  # takes the fields of a Call by keyword; returns the results
-    keep: Callable[[Any], None]  # takes a result of `_prepare`; `call` repeats such calls
-    forget: Callable[[], None]  # drops all that was kept
-    close: Callable[[], None]  # like `forget`; also cancels launches of other threads
+    keep: Callable[[Any], None]  # takes a result of `_prepare`; `call` then repeats that call
+    forget: Callable[[], None]  # drops all kept calls
+    close: Callable[[], None]  # like `forget`; also cancels other threads' launches
     holder: Callable[[], int]  # returns the id of the thread that is in a launch, or 0
 
 
@@ -84,7 +84,7 @@ def new(
 
 
 def keep(fast: FastCall, prepared: PreparedCall, call: Call, memory: Memory) -> None:
-    """Makes `fast` repeat calls like this one, if it can. Keeps no tensor of the call."""
+    """Makes `fast` repeat calls like this one, if it can. Keeps none of the call's tensors."""
     if isinstance(prepared.repeated, str):
         prepared.repeated = _prepare(prepared, call, memory)
     if prepared.repeated is not None:
@@ -92,7 +92,7 @@ def keep(fast: FastCall, prepared: PreparedCall, call: Call, memory: Memory) -> 
 
 
 def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
-    """Returns the argument of `FastCall.keep`; None if such calls cannot be repeated."""
+    """Returns the argument of `FastCall.keep`; None if the call cannot be repeated."""
     library = _library()
     native = prepared.repeatable(call, memory)
     if library is None or native is None:
@@ -103,7 +103,7 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
     new = shortcuts.fast_empty(device)
     results: list[tuple[int, Any, tuple[Any, ...]]] = []
     for result in prepared.results:
-        if result is None:  # rows that are not wanted; Call.out is None then
+        if result is None:  # rows that the caller does not want; Call.out is then None
             results.append((_OUT, None, ()))
             continue
         place = _TENSORS.index(result.field)
@@ -137,7 +137,7 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
 
 
 def _operand(call: Call, prepared: PreparedCall, field: str) -> tuple[int, int, int]:
-    """Returns the fields of an Operand of prepared.h: given, align_bytes, span_bytes."""
+    """Returns the fields of an Operand in prepared.h: given, align_bytes, span_bytes."""
     tensor = getattr(call, field)
     if tensor is None:
         return _NOTHING, 1, 0
@@ -188,7 +188,7 @@ def keywords() -> tuple[Any, ...]:
 
 @functools.cache
 def _library() -> ctypes.PyDLL | None:
-    """Returns the library; None if it is missing or for other interpreters."""
+    """Returns the library; None if it is missing or does not support this interpreter."""
     path = pathlib.Path(__file__).parent.parent / "lib" / "liballnorm_python.so"
     if sys.implementation.name != "cpython" or "t" in sys.abiflags:
         return None

@@ -1,8 +1,8 @@
 """Errors for recorded faults, and the accounts that ranks exchange after they diverged.
 
-A fault contains only part of what ranks compare of a call: eps, weight_bias and some others are
-only a hash. So ranks that diverged publish an account of their own call in the process group's
-store, and read the other's. This happens only after a failure.
+A fault contains only some of the properties of a call that ranks compare: it has eps, weight_bias
+and some others only as a hash. So ranks that diverged publish an account of their own call in the
+process group's store, and read their peer's account. This happens only after a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from allnorm.core.watch import Watch
 from allnorm.errors import PeerDiedError, PeerDivergedError, PeerLeftError, PeerTimeoutError
 
 Account = dict[str, str]
-"""Properties of a rank's call that a fault does not contain, by name; REFUSED: why it refused."""
+"""Properties of a rank's call that a fault lacks, keyed by name; REFUSED: why it refused."""
 
 REFUSED = "refused"
 # On CPU peers notice a divergence within moments; on CUDA at their next call or check().
@@ -32,10 +32,10 @@ _ACCOUNT_SECONDS = 2.0
 
 
 def account_of(fault: _native.Fault, calls: Sequence[Announcement]) -> Account:
-    """Returns this rank's account of the call of a fault, which may be any of `calls`."""
+    """Returns this rank's account of a faulty call, which may be any of `calls`."""
     announced = tag_fields(fault.expected_shape, fault.expected_tokens)
     alike = [call for call in calls if _looks_like(call, announced)]
-    # Each launch of a call in chunks announces only the rows of its chunk.
+    # If a call runs in chunks, each launch announces only its chunk's rows.
     whole = [call for call in alike if call["num_tokens"] == fault.expected_tokens]
     account: dict[str, dict[str, None]] = {}
     for call in whole or alike:
@@ -56,8 +56,8 @@ def _looks_like(call: Announcement, announced: dict[str, str]) -> bool:
 def ask(group: dist.ProcessGroup, name: str, fault: _native.Fault, own: Account) -> Account:
     """Publishes this rank's account of its call; returns the peer's, or {} without an answer.
 
-    Bounded in time: a peer may be busy, and on CUDA it may not have noticed yet. `name` is the key
-    of the communicator, see Opened.
+    Bounded in time: a peer may be busy, and on CUDA it may not have noticed the fault yet. `name`
+    is the communicator's key; see Opened.
     """
     key = f"allnorm/fault/{name}/{fault.expected_op}"
     theirs = f"{key}/{fault.peer}"
@@ -84,7 +84,7 @@ def _exchange(store: Any, own_key: str, own: Account, key: str) -> bytes:
 
 
 def _with_store(group: dist.ProcessGroup, step: Callable[[Any], Any]) -> Any:
-    """Returns what `step` returns; None if it fails or takes too long: errors then contain less."""
+    """Returns the result of `step`; None if it fails or is slow: errors then have less detail."""
     with contextlib.suppress(Exception):
         return run_bounded(lambda: step(store_of(group)), 2 * _ACCOUNT_SECONDS)
 
@@ -114,7 +114,7 @@ def fault_error(
         kind, what = PeerDivergedError, f"{rank} makes a different call than {peer}"
         differing = _differences(fault, own, seen)
         if not differing and not is_refusal(fault.seen_shape, fault.seen_tokens):
-            # These are announced only as a hash.
+            # These properties are announced only as a hash.
             words += (
                 ", but with a different eps, weight_bias, dtype of the weight, format or layout"
             )
@@ -147,7 +147,7 @@ def fault_error(
 
 
 def describe_progress(fault: _native.Fault) -> str:
-    """Describes how far the peer of a timeout has come, and what may keep it there."""
+    """Describes how far the peer got before a timeout, and what may be holding it up."""
     if fault.seen_op == fault.expected_op and fault.seen_shape == fault.expected_shape:
         return (
             f"Rank {fault.peer} has started this operation but not finished its part: it is stuck "

@@ -1,32 +1,34 @@
-"""Calls over several islands: sums in each, float32 sums between them, the rest in each again.
+"""Calls over multiple islands: sum in each, exchange float32 sums, and finish in each.
 
-A call is cut into pieces of rows. For each piece:
+A call's rows are split into pieces. For each piece:
 
 1. Launch A (`ALLNORM_SUM_ROWS`): every rank gets the unrounded float32 sums of the rows that it
-   owns in its island. These are contiguous blocks: `row_shard` of the piece over an island's ranks.
+   owns in its island. These rows are a contiguous block: the rank's `row_shard` of the piece over
+   the island's ranks.
 2. Ranks with the same index in their islands own the same rows. They exchange their sums
    (core/between.py).
 3. Launch B (`ALLNORM_ISLAND_SUMS`): the owner adds the sums of all islands in order and rounds
-   once. The rest runs inside the island, as in a call of one island.
+   once. The rest runs inside the island, as in a call with one island.
 
-Islands of one rank have no launch A, because the partial of the rank is the sum. They exchange rows
-in the dtype of x, and launch B is the local kernel over the rows of all ranks.
+Islands of one rank have no launch A, because the rank's partial is the sum. They exchange rows in
+the dtype of x, and launch B is the local kernel over the rows of all ranks.
 
 Every island runs step 3 for all rows, so no finished row crosses between islands. If the residual
-is sharded, a piece consists of the rows of one island's ranks, so that a block of launch A is the
-`row_shard` of a rank there. Their residual is sent to the ranks with the same index beforehand.
-Those finish the rows as well, and only the rank that holds the residual keeps the new one.
+is sharded, a piece consists of the rows that one island's ranks hold. Each block of launch A is
+then the `row_shard` of one of these ranks. Its residual rows are sent to the ranks with the same
+index in other islands beforehand. Those ranks finish the rows as well, but only the rank that holds
+the residual keeps the new residual.
 
-Ranks announce a call before it runs, like an unfused one. So they all run the same steps with the
-same sizes. On GPUs of several hosts they announce each kind of call only once, and captured calls
-not at all.
+Ranks announce a call before it runs, as they do for unfused calls. So they all run the same steps
+with the same sizes. With GPUs on multiple hosts, they announce each kind of call only once. They
+never announce captured calls.
 
-With more than two islands, many rows cross in two hops: an owner gets the sums of a part of its
-rows from all islands, adds and rounds them, and sends the results to the others.
+With more than two islands, large pieces cross in two hops: an owner receives all islands' sums of
+part of its rows, adds and rounds them, and sends the results to the other islands.
 
 The exchange of a piece overlaps launch B of the previous piece and launch A of the next one. Every
 rank issues launches A and B in the same order, and an exchange waits only for the launches A of its
-ranks. So whatever the GPUs run first, the oldest piece can always finish.
+ranks. So whichever launch the GPUs run first, the oldest piece can always finish.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class Hierarchy:
         self._agreed.add(mine)
 
     def place_of(self, rank: int) -> int | None:
-        """Returns the index of a rank in this island; None if it is in a different one."""
+        """Returns the index of a rank in this island; None if the rank is in a different island."""
         return self.ranks.index(rank) if rank in self.ranks else None
 
 
@@ -139,7 +141,7 @@ def parts(
 ) -> dict[str, Callable[[], object]]:
     """Returns launch A, the exchange and launch B of a call in one piece, for benchmarks.
 
-    `bind` binds the call and returns its inputs. Islands have more than one rank.
+    `bind` binds the call and returns its inputs. Islands must have more than one rank.
     """
     x = bind()[0]
     assert x is not None
@@ -168,7 +170,7 @@ def parts(
 
 
 class _Run:
-    """The run of one call."""
+    """One run of a bound call."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class _Run:
     # ---- sums ------------------------------------------------------------------------------------
 
     def reduce(self, x: torch.Tensor, residual: torch.Tensor | None, memory: Memory) -> int:
-        """Runs a call that sums; returns the status."""
+        """Runs a call that reduces; returns the status."""
         prepared = self._prepared
         sharded = prepared.shard is not None
         pieces = self._pieces(self._call.hidden_size)
@@ -235,15 +237,15 @@ class _Run:
     def exchange(
         self, sums: torch.Tensor, dtype: torch.dtype, piece_rows: int
     ) -> Generator[int, None, torch.Tensor]:
-        """Returns the sums of this rank's rows by island, or one total of all islands, rounded.
+        """Returns each island's sums of this rank's rows, or their rounded total over all islands.
 
         Yields wherever other pieces may continue while it waits.
 
         Args:
             sums: sums of this island.
             dtype: dtype that the total is rounded to.
-            piece_rows: number of rows of the piece, which determines the number of hops. This
-                rank's rows must not: all ranks of an island must wait equally often.
+            piece_rows: number of rows in the piece, which determines the number of hops. The number
+                of this rank's rows must not: all ranks of an island must wait equally often.
         """
         count, rows = self._between.num_islands, sums.shape[0]
         in_parts = self._between.can_exchange_parts and policy.is_sooner_in_parts(
@@ -288,7 +290,7 @@ class _Run:
             return int(self._library.local(ctypes.addressof(call)))
         if not (self._is_cuda and (call.quantized or 0) % CUDA_ALIGN_BYTES):
             return self._run(call)
-        # The first FP8 row of a shard may be unaligned for stores of packs.
+        # The first FP8 row of a shard may not be aligned for packed stores.
         rows = rows_of(memory["quantized_out"])[lo:hi]
         apart = self._keep(rows.new_empty(rows.shape))
         call.quantized, call.quantized_stride = apart.data_ptr(), apart.stride(0)
@@ -314,11 +316,11 @@ class _Run:
         return [row_shard(num_tokens, world_size, rank) for rank in range(world_size)]
 
     def run_a(self, lo: int, hi: int, sums: torch.Tensor) -> int:
-        """Launch A of rows `lo` to `hi`; returns the status."""
+        """Runs launch A for rows `lo` to `hi`; returns the status."""
         return self._run(self._launch_a(lo, hi, sums))
 
     def run_b(self, lo: int, hi: int, sums: torch.Tensor) -> int:
-        """Runs launch B of rows `lo` to `hi` with a replicated residual; returns the status."""
+        """Runs launch B for rows `lo` to `hi` with a replicated residual; returns the status."""
         return self._run(self._launch_b(lo, hi, sums))
 
     def _launch_a(self, lo: int, hi: int, sums: torch.Tensor) -> _native.Call:
@@ -374,7 +376,7 @@ class _Run:
     # ---- rows with owners ------------------------------------------------------------------------
 
     def _gather_shards(self, own: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Gathers the rows of the ranks with this index, by island; pads the shorter ones."""
+        """Gathers the shards of all ranks with this index, in island order; pads shorter ones."""
         lo, hi = self._shards(num_tokens)[0]
         padded = own.new_empty((hi - lo, own.shape[1]))
         padded[: own.shape[0]].copy_(own)
@@ -388,7 +390,7 @@ class _Run:
         x: torch.Tensor,
         rows: int,
     ) -> None:
-        """Makes launch B of an island's rows use their residual, and write it where it belongs."""
+        """Points launch B of an island's rows to their residual and to memory for the new one."""
         if residuals is not None:
             call.residual = residuals[number].data_ptr()
             call.residual_stride = call.hidden_size
@@ -419,7 +421,7 @@ class _Run:
 
 
 def _in_turn(pieces: Iterator[Iterator[int]]) -> int:
-    """Runs the pieces as a pipeline, each a step behind the previous; returns the first error.
+    """Runs the pieces as a pipeline, each one step behind the last; returns the first error.
 
     The newest piece goes first, because its wait is for work that started before that of others.
     """
@@ -435,7 +437,7 @@ def _in_turn(pieces: Iterator[Iterator[int]]) -> int:
 
 
 def _width(dtype: int) -> int:
-    """Returns the bytes per element."""
+    """Returns the number of bytes per element, for a dtype code."""
     return 4 if dtype == _native.DTYPE["float32"] else 2
 
 

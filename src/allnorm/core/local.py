@@ -1,4 +1,4 @@
-"""The local kernel as a call: add and RMSNorm of a tensor that is already reduced."""
+"""Calls to the local kernel: residual add and RMSNorm of a tensor that is already reduced."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def add_rms_norm_quant(
 
 
 class _Threads(threading.local):
-    """Each thread's dispatchers, by device, so that threads do not wait for each other."""
+    """Each thread's dispatchers, keyed by device, so that threads do not wait for each other."""
 
     def __init__(self) -> None:
         self.dispatchers: dict[torch.device, Dispatcher] = {}
@@ -123,7 +123,7 @@ _threads = _Threads()
 
 
 def _runner(x: Any) -> Runner:
-    """Returns the runner of calls of `x`: this thread's dispatcher, or operators while tracing."""
+    """Returns the runner for calls on `x`: this thread's dispatcher, or operators while tracing."""
     return traced.Operators() if is_traced(x) else dispatcher(x)
 
 

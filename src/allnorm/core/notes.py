@@ -1,29 +1,30 @@
-"""Notes: which rank waits for which, in a record that all ranks keep, and the cause of a failure.
+"""Notes: records that the ranks keep of which rank waits for which, and of why a rank failed.
 
-Each rank has a note that its peers can read. During a wait on the host, the note contains the ranks
-that it waits for, and the number of the wait. A rank that gives up adds the cause: the failed rank,
-and what happened to it. The first cause stays.
+Each rank has a note that its peers can read. While a rank waits on the host, its note contains the
+ranks that it waits for, and the number of the wait. A rank that gives up adds the cause: the failed
+rank, and what happened to it. A later cause does not replace the first.
 
-After a failed wait, a rank follows the notes: from the ranks that it waited for to those that they
-wait for, and so on. It stops at a rank that has given up (whose cause it takes over), that has
-exited, or that is stuck. So ranks that fail for one reason name one rank. `find` returns only a
-certain cause, and ends a wait early. `settle` also suspects stuck ranks, which is right only after
-a wait has lasted its whole timeout.
+After a failed wait, a rank follows the notes: from the ranks that it waited for to the ranks that
+these wait for, and so on. It stops at a rank that has given up (and takes over its cause), has
+exited, or is stuck. So all ranks that fail for the same reason name the same rank. `find` returns
+only a certain cause, and ends a wait early. `settle` also suspects stuck ranks, which is justified
+only after a wait has lasted its whole timeout.
 
 A waiting thread stores the time in its rank's note repeatedly, in Python and in the library, and
 once more at both ends of a wait. A rank is stuck if its note has not changed for a while. So a rank
 that waits, or has just stopped waiting, is not suspected. `settle` keeps looking until it can
-distinguish a rank that has just got stuck from those, and for a moment in any case, because all
-processes of the host may have been suspended. Of several suspects it names the one with the oldest
-note: a rank that only lacks CPU time stored the time later than one that is stuck.
+distinguish a rank that has just become stuck from such ranks. It always looks for a moment, because
+all processes of the host may have been suspended. If it suspects more than one rank, it names the
+one with the oldest note: a rank that only lacks CPU time stored the time later than a stuck one.
 
-On one host, notes are in shared memory next to the workspaces (workspace.py). Only its own rank
-writes a note, which stays readable after that rank, or the store of the process group, is gone.
-Between hosts, causes go through the store, and ranks publish what they waited for when they fail.
+On one host, notes are in shared memory next to the workspaces (workspace.py). A note is written
+only by its own rank, and stays readable after that rank, or the process group's store, is gone.
+Between hosts, ranks publish causes in the store, and when they fail, also which ranks they waited
+for.
 
 Waits are counted: a note's tick is 2 k + 1 during wait k, and 2 k + 2 after it. All ranks make the
-same calls, hence the same waits in the same order. So the ticks of ranks can be compared: a rank
-with a later tick has done its part of a wait.
+same calls, hence the same waits in the same order. So the ticks of different ranks can be compared:
+a rank with a later tick has done its part of a wait.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LEFT = "left"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 LATE = "late"
-CROSSED = "crossed"  # two of its threads called at once
+CROSSED = "crossed"  # two of the rank's threads made calls at the same time
 # What a failed rank did.
 _TOO_LATE, _STUCK = "did not come", "is stuck in this wait"
 # A waiting rank refreshes its note about every 0.1 s. After this time without a change it is stuck.
@@ -55,7 +56,7 @@ _STALE_NS = 1_500_000_000
 _UNCHANGED_NS = 300_000_000
 # Time limit of `settle`. Other ranks with failed waits give up meanwhile, and publish why.
 _SETTLE_NS = 2 * _STALE_NS
-# How long ranks of several hosts wait for what their peers publish.
+# How long ranks on different hosts wait for peers to publish whom they waited for.
 _STORE_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
 # Interval at which a waiting rank checks whether a peer asks whom it waits for.
@@ -83,7 +84,7 @@ class Notes:
 
     peers: Sequence[int] = ()
     beat_address = 0
-    """Address where waits in the library store the time; 0: none."""
+    """Address at which waits in the library store the time; 0: nowhere."""
 
     def enter(self, peers: Sequence[int]) -> None:
         """Records that this rank starts to wait for `peers`, which may include itself."""
@@ -118,8 +119,8 @@ class Notes:
 
         Args:
             is_dead: as in `find`.
-            behind: the rank that the library found last, if it was a wait in the library; None: it
-                was the current wait, for `peers`.
+            behind: for a wait in the library, the rank that the library reported; None: for the
+                current wait, the ranks are `peers`.
         """
         return None
 
@@ -146,7 +147,7 @@ class _Behind(NamedTuple):
 
 
 class SharedNotes(Notes):
-    """Notes in shared memory, initially zeros, at an address for every rank."""
+    """Notes in shared memory that is initially zero, at one address per rank."""
 
     def __init__(self, addresses: Sequence[int], rank: int) -> None:
         self._rank = rank
@@ -201,7 +202,7 @@ class SharedNotes(Notes):
             if not 0 < size < NOTE_BYTES - 32:
                 return None
             data = ctypes.string_at(ctypes.addressof(note) + _Note.cause.offset, size)
-            # The writer was killed, or not all bytes are visible here yet.
+            # A wrong checksum: the writer was killed, or not all bytes are visible here yet.
             return Cause(*json.loads(data)) if zlib.crc32(data) == note.cause_crc else None
 
     def first(self) -> Cause | None:
@@ -228,14 +229,14 @@ class SharedNotes(Notes):
                 cause = self.find(is_dead) or self._certain(late, is_dead)
                 if cause is not None:
                     return cause
-                # If neither this rank nor a peer is in a recorded wait, notes tell nothing.
+                # If neither this rank nor a peer is in a recorded wait, notes contain no clue.
                 late = [one for one in late if one.reached < one.tick or one.tick & 1]
                 cause = self._suspect(late, seen)
             if cause is not None:
                 return cause
             furthest = furthest or min(late, key=lambda one: one.reached, default=None)
             if not late and furthest is not None and furthest.reached < furthest.tick:
-                return Cause(furthest.rank, LATE, _TOO_LATE)  # it has come meanwhile
+                return Cause(furthest.rank, LATE, _TOO_LATE)  # the rank has come since
             if not late or time.monotonic_ns() > deadline:
                 return None
             time.sleep(_PAUSE_SECONDS)
@@ -247,7 +248,7 @@ class SharedNotes(Notes):
             self._own = self._notes[self._rank]
 
     def _behind(self, peers: Sequence[int]) -> list[_Behind]:
-        """Returns the ranks that may keep a wait for `peers` from ending, the latest ones first.
+        """Returns the ranks that may keep a wait for `peers` from ending, furthest behind first.
 
         These are the peers that have not done their part. Each is followed by the ranks that may
         keep its own wait from ending.
@@ -272,7 +273,7 @@ class SharedNotes(Notes):
         return found
 
     def _certain(self, ranks: Sequence[_Behind], is_dead: IsDead) -> Cause | None:
-        """Returns the cause that one of these ranks has published, or its exit, if certain."""
+        """Returns a cause that one of `ranks` has published, or its exit if known; else None."""
         for rank, _, _ in ranks:
             cause = self.said_by(rank)
             if cause is not None:
@@ -284,9 +285,9 @@ class SharedNotes(Notes):
     def _suspect(
         self, ranks: Sequence[_Behind], seen: dict[int, tuple[tuple[int, int], int]]
     ) -> Cause | None:
-        """Returns the cause for the stuck rank among these, or for the first that got stuck.
+        """Returns the cause for the stuck rank among `ranks`, or for the first that got stuck.
 
-        `seen` keeps what this function saw in earlier looks.
+        `seen` keeps the states of notes from earlier calls of this function.
         """
         now = time.monotonic_ns()
         oldest: tuple[int, _Behind] | None = None
@@ -315,7 +316,7 @@ class StoreNotes(Notes):
     def __init__(self, store: Any, prefix: str, rank: int) -> None:
         self._store, self._prefix, self._rank = store, prefix, rank
         self._posted = False
-        self._answered: list[int] = []  # the ranks that this rank last published to wait for
+        self._answered: list[int] = []  # the ranks in this rank's latest published wait
         self._looked = 0.0
         self._late: threading.Thread | None = None  # waits for a store that does not answer
 
@@ -345,8 +346,8 @@ class StoreNotes(Notes):
     def look(self, peers: Sequence[int]) -> Cause | None:
         """Returns the first cause that any rank has published; may block.
 
-        Now and then it also checks whether a rank asks who waits for whom. Then it publishes
-        `peers` as the ranks that this rank waits for.
+        From time to time it also checks whether a rank has asked which ranks its peers wait for.
+        If so, it publishes `peers` as the ranks that this rank waits for.
         """
         cause = self.first()
         now = time.monotonic()
@@ -364,8 +365,8 @@ class StoreNotes(Notes):
     def settle(self, is_dead: IsDead, behind: int | None = None) -> Cause | None:
         """Returns the most likely cause after a wait has lasted its timeout.
 
-        This rank publishes whom it waited for, and asks waiting ranks to do the same. Each rank
-        follows these links to a rank that publishes nothing, so all of them name that rank.
+        This rank publishes which ranks it waited for, and asks waiting ranks to do the same. Each
+        rank follows these links to a rank that publishes nothing, so all ranks name the same one.
         """
         certain = self.find(is_dead)
         if certain is not None:
@@ -395,7 +396,7 @@ class StoreNotes(Notes):
         return self._bounded(follow, 2 * _STORE_SECONDS)
 
     def _read(self, peers: Sequence[int], deadline: float) -> dict[int, list[int]]:
-        """Reads whom `peers` waited for, as far as they publish it before the deadline."""
+        """Returns the ranks that `peers` waited for, if they publish them before the deadline."""
         said: dict[int, list[int]] = {}
         while True:
             for peer in peers:
@@ -410,9 +411,9 @@ class StoreNotes(Notes):
         return f"{self._prefix}/{name}"
 
     def _bounded(self, step: Callable[[], Any], seconds: float = _LOOK_SECONDS) -> Any:
-        """Returns what `step` returns; None if it fails or takes too long.
+        """Returns the result of `step`; None if it fails or takes too long.
 
-        It runs in a thread, because a store whose process is stopped honors no deadline.
+        It runs in a thread, because a store ignores deadlines while its process is stopped.
         """
         if self._late is not None and self._late.is_alive():
             return None

@@ -28,7 +28,7 @@ class Opened:
     number: int
     key: str  # unique; equal on every rank
     # Returns the process group; None after close() and after the group was destroyed. A strong
-    # reference would keep gloo alive until the interpreter exits, which then aborts.
+    # reference would keep gloo alive until the interpreter exits, and the exit would then abort.
     group: Callable[[], dist.ProcessGroup | None]
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class Opened:
     workspace: Workspace  # workspaces of all ranks of an island
     handle: int = 0  # native communicator; 0 if ranks cannot exchange directly
     channel: Channel | None = None  # for announcements of unfused calls; None for one rank
-    # this rank's position among several islands; workspace and handle are then those of its island
+    # this rank's position among multiple islands; workspace and handle then belong to its island
     hierarchy: Hierarchy | None = None
     connection: Connection | None = None  # for unfused calls; None for one rank
     closed: bool = False  # whether calls are refused
@@ -72,7 +72,7 @@ class Opened:
         return [one for one in (own, self.connection) if one is not None]
 
     def in_group(self, fault: _native.Fault) -> _native.Fault:
-        """Returns a fault of the native communicator with rank numbers of the group."""
+        """Returns the native communicator's fault, with its ranks numbered as in the group."""
         if self.hierarchy is not None:
             ranks = self.hierarchy.ranks
             fault = _native.Fault.from_buffer_copy(fault)

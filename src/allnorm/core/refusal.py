@@ -16,14 +16,14 @@ from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
 
 _COLUMNS = 4  # 16 bytes, which every algorithm supports
-# Its CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual, float32.
-# An error would misname a real call of this shape, without other consequences.
+# The refusal's CallShape: all_reduce_add_rms_norm by one_shot, numerics "vllm", no residual,
+# float32. Errors would call a real call of this shape a refusal, with no other consequences.
 SHAPE = 2 << 28 | 3 << 24 | _COLUMNS
 NUM_TOKENS = 1
 
 
 class Refusal:
-    """The refusal of a communicator, with its own tensors on `device`."""
+    """A communicator's refusal, with its own tensors on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         def row() -> torch.Tensor:

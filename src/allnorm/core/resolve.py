@@ -1,4 +1,4 @@
-"""Resolves the arguments `group` and `device` of a caller."""
+"""Resolves a caller's arguments `group` and `device`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
     """Returns the process group for an argument `group`.
 
     Raises:
-        ValueError, TypeError: it is not a process group, or this process is not in it.
+        ValueError, TypeError: `group` is not a process group, or this process is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group() "
             "before making a Communicator."
         )
-    mesh = sys.modules.get("torch.distributed.device_mesh")  # not loaded without need
+    mesh = sys.modules.get("torch.distributed.device_mesh")  # not imported here, to save time
     if mesh is not None and isinstance(group, mesh.DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -45,7 +45,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
 
 
 def group_called(name: str) -> dist.ProcessGroup | None:
-    """Returns the process group of that name; None if there is none."""
+    """Returns the process group called `name`; None if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     groups = dist.distributed_c10d._world.pg_map
@@ -56,7 +56,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """Returns the device for an argument `device`.
 
     Raises:
-        ValueError, TypeError, UnsupportedError: it is not a device, or not a supported one.
+        ValueError, TypeError, UnsupportedError: `device` is not a device, or is not supported.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

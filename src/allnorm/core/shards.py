@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Returns a rank's rows, lo to hi - 1.
+    """Returns the bounds (lo, hi) of a rank's rows, which are lo to hi - 1.
 
-    Ranks own contiguous blocks; the first `num_tokens % world_size` of them have one row more.
+    Each rank owns a contiguous block; the first `num_tokens % world_size` ranks have one row more.
     `num_tokens` may be symbolic: no branch depends on it.
     """
-    # The rows of earlier ranks: one of every full round each, and their share of the last round.
+    # Counts the rows of earlier ranks, as if dealt one by one: rank 0 gets the first of each round.
     lo, hi = (
         sum((num_tokens + world_size - 1 - earlier) // world_size for earlier in range(end))
         for end in (rank, rank + 1)

@@ -24,10 +24,9 @@ def start(step: Callable[[], Any]) -> tuple[threading.Thread, list[Any], list[Ba
 
 
 def run_bounded(step: Callable[[], Any], seconds: float) -> Any:
-    """Returns or raises what `step` does; None if it takes longer.
+    """Returns the result of `step`, or raises its error; returns None if it takes longer.
 
-    It is for a store whose process is stopped or whose host is unreachable: that honors no
-    deadline.
+    Steps use a store, which ignores deadlines if its process is stopped or its host unreachable.
     """
     thread, results, errors = start(step)
     thread.join(seconds)

@@ -64,7 +64,7 @@ def check_intercepted(call: Call) -> None:
     """Raises for wrong arguments that an operator would accept, or report differently."""
     for name, tensor in (("x", call.x), ("residual", call.residual), ("weight", call.weight)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
-            tensors.check_kind(name, tensor)  # which says what is wrong
+            tensors.check_kind(name, tensor)  # raises, and explains why
     for name, tensor in zip((*INPUTS, *MEMORY), call.tensors, strict=True):
         if isinstance(tensor, torch.Tensor):
             tensors.check_layout(name, tensor)

@@ -3,8 +3,8 @@
 Python runs a signal handler between any two bytecodes of the main thread. A handler may use the
 communicator that it interrupts, and may raise. So a turn is taken, and ended, by a single C call,
 which no handler can interrupt: the lock and the record of its holder change together. The holder is
-the frame of the call. A call is in progress exactly as long as its frame is on a stack. So if an
-exception has kept a turn from being ended, the next call notices and ends it.
+the frame of the call. A call is in progress while its frame is on a thread's stack, and no longer.
+So if an exception has kept a turn from being ended, the next call notices this and ends the turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _call: Callable[[Any], Any] = operator.call
 
 
 class Turn:
-    """The turn of a communicator.
+    """A communicator's turn, which one call at a time holds.
 
     Attributes:
         lock: held during a turn; csrc/python takes it directly.
@@ -44,16 +44,16 @@ class Turn:
         return call in self._calls
 
     def wait(self, call: FrameType) -> None:
-        """Takes the turn after the calls of other threads."""
+        """Takes the turn for the call of this frame, after other threads' calls."""
         while not self.try_take(call, _LOOK_SECONDS):
             self._end_lost()
 
     def end(self, call: FrameType) -> None:
-        """Ends the turn of a call. Idempotent; does nothing for a call that has none."""
+        """Ends the turn of a call. Idempotent; does nothing for a call without the turn."""
         steps: tuple[Callable[[], None], ...]
         steps = functools.partial(self._calls.remove, call), self.lock.release
         with contextlib.suppress(ValueError):
-            # Both, or neither if the first raises. All of this is C.
+            # Runs both steps, or neither if the first raises. All of this is C.
             collections.deque(map(_call, steps), maxlen=0)
 
     def is_here(self) -> bool:
