@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 
-# Rarely used names and their modules, which are imported at first use.
+# Rarely used names, mapped to their modules, which are imported at first use.
 _LATE = {
     "Stats": "allnorm.core.endpoint",
     "TraceReport": "allnorm.tracing",
@@ -135,7 +135,7 @@ def capabilities() -> dict[str, Any]:
 
 
 def _warn_of_unused_gpus() -> None:
-    """Warns, in one process per machine, if this build cannot use the GPUs of the machine."""
+    """Warns, in one process per machine, if this build cannot use the machine's GPUs."""
     if "cuda" in _native.available_backends() or not torch.version.cuda:
         return
     from allnorm import config, topology  # imported here: slow to load and rarely needed

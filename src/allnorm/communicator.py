@@ -160,7 +160,7 @@ class Communicator:
     def _for_group(
         cls, group: Any, device: Any, unless: Callable[[], bool] | None = None
     ) -> Communicator | None:
-        """Acts as `for_group`, but returns None instead of creating one if `unless()` is true."""
+        """Acts like `for_group`, but returns None instead of creating one if `unless()` is true."""
         resolved = resolve_group(group)
         resolved_device = resolve_device(device)
         comm = registry.find_of_group(resolved, resolved_device)
@@ -182,12 +182,12 @@ class Communicator:
 
     @property
     def islands(self) -> Islands:
-        """The islands: the ranks of each, ascending, sorted by their lowest ranks."""
+        """The islands, sorted by their lowest ranks; the ranks of each are ascending."""
         return self._endpoint.chooser.traits.islands
 
     @property
     def traits(self) -> policy.Traits:
-        """The properties that algorithms are chosen by, equal on every rank."""
+        """The properties that determine the choice of algorithm, equal on every rank."""
         return self._endpoint.chooser.traits
 
     def _runner(self, x: object) -> Runner:
@@ -502,7 +502,7 @@ class Communicator:
         return self._endpoint.choose(call)
 
     def check(self) -> None:
-        """Raises the error of a failed wait, if there was one. Not collective; never synchronizes.
+        """Raises the error of a failed wait, if one has failed. Not collective; never synchronizes.
 
         Raises:
             PeerTimeoutError: this rank needed a peer that did not arrive in time, made a different
@@ -515,7 +515,7 @@ class Communicator:
         self._endpoint.check()
 
     def stats(self) -> Stats:
-        """Returns the counts of calls of this rank by algorithm, and the failure, if any.
+        """Returns this rank's counts of calls by algorithm, and the failure, if any.
 
         Not collective. On CUDA it copies the counts from the device without waiting for enqueued
         work; this takes about 50 us. During a capture it is safe, and is not captured.
@@ -579,10 +579,10 @@ class Communicator:
 
 
 def communicator(name: str, device_type: str | None = None) -> Communicator:
-    """Returns the open communicator called `name`, else that of the process group of this name.
+    """Returns the open communicator called `name`, or that of the process group with this name.
 
-    Cached compiled code may run before its communicator exists. Then this creates it, collectively,
-    like `Communicator.for_group`. `device_type` None matches any device.
+    Cached compiled code may run before its communicator exists. This function then creates it,
+    collectively, like `Communicator.for_group`. `device_type` None matches any device.
 
     Raises:
         CommunicatorClosedError: there is no open communicator and no process group of this name.

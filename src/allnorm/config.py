@@ -32,7 +32,7 @@ from allnorm.errors import ConfigurationError
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
 
 _PREFIX = "ALLNORM_"
-# Minimum ratio of difflib: TUNE_DIR and TUNING_DIR have 0.78, BUILD_DIR and TUNING_DIR 0.63.
+# Minimum similarity by difflib: TUNE_DIR and TUNING_DIR have 0.78, BUILD_DIR and TUNING_DIR 0.63.
 _ALIKE = 0.74
 _ignored: set[str] = set()
 _KNOWN = (
@@ -43,7 +43,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of environment variables; None: the variable is not set."""
+    """The values of the environment variables; None: the variable is not set."""
 
     workspace_bytes: int | None = None
     timeout: datetime.timedelta | None = None
@@ -55,7 +55,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Reads every ``ALLNORM_*`` variable.
 
     Raises:
-        ConfigurationError: a name resembles that of a variable, or a value is invalid.
+        ConfigurationError: a name resembles a known variable's name, or a value is invalid.
     """
     environ = os.environ if environ is None else environ
     _check_names(k for k in environ if k.startswith(_PREFIX) and k not in _KNOWN)
@@ -70,7 +70,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def _check_names(unknown: Iterable[str]) -> None:
-    """Raises for a name that may be misspelled; warns once about others, on one rank per host."""
+    """Raises for a misspelled name; warns once about other names, on one rank per host."""
     others = []
     for name in sorted(unknown):
         meant = _resembled(name)
@@ -102,7 +102,7 @@ def _resembled(name: str) -> str | None:
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> pathlib.Path:
-    """Returns this user's cache folder of allnorm (XDG base directories)."""
+    """Returns allnorm's folder in the user's cache (XDG base directories)."""
     environ = os.environ if environ is None else environ
     root = _folder(environ, "XDG_CACHE_HOME")
     if root is None or not root.is_absolute():  # the specification ignores relative paths
@@ -158,7 +158,7 @@ def _folder(environ: Mapping[str, str], name: str) -> pathlib.Path | None:
 
 @contextlib.contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable of a different library within the context."""
+    """Sets another library's environment variable within the context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

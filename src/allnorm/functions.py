@@ -1,6 +1,6 @@
-"""The calls of a communicator as functions, which use the communicator of the group of `x`.
+"""A communicator's calls as functions, which use the communicator of the group of `x`.
 
-The first call creates it by `Communicator.for_group`, with default settings; that call is
+The first call creates the communicator with `Communicator.for_group` and default settings, so it is
 collective. Arguments, results, errors and help() are those of the methods.
 """
 
@@ -48,7 +48,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """Calls `Communicator.all_reduce` of the group's communicator."""
+    """Calls `Communicator.all_reduce` on the group's communicator."""
     return Communicator.all_reduce(_communicator_of(group, x), x, algorithm=algorithm, out=out)
 
 
@@ -69,7 +69,7 @@ def all_reduce_add_rms_norm(
     residual_out: torch.Tensor | None = None,
     group: Group = None,
 ) -> tuple[Any, torch.Tensor]:
-    """Calls `Communicator.all_reduce_add_rms_norm` of the group's communicator."""
+    """Calls `Communicator.all_reduce_add_rms_norm` on the group's communicator."""
     return Communicator.all_reduce_add_rms_norm(
         *(_communicator_of(group, x), x, residual, weight, eps),
         weight_bias=weight_bias,
@@ -104,7 +104,7 @@ def all_reduce_add_rms_norm_quant(
     normed_out: torch.Tensor | None = None,
     group: Group = None,
 ) -> QuantizedNorm:
-    """Calls `Communicator.all_reduce_add_rms_norm_quant` of the group's communicator."""
+    """Calls `Communicator.all_reduce_add_rms_norm_quant` on the group's communicator."""
     return Communicator.all_reduce_add_rms_norm_quant(
         *(_communicator_of(group, x), x, residual, weight, eps, quant, return_normed),
         weight_bias=weight_bias,
@@ -138,14 +138,14 @@ def all_gather_rows(
 
 @_documented
 def row_shard(num_tokens: int, *, group: Group = None) -> tuple[int, int]:
-    """Returns `Communicator.row_shard` of the group; the communicator need not exist."""
+    """Returns `Communicator.row_shard` for the group; the communicator need not exist."""
     arguments.check_count("num_tokens", num_tokens)
     ranks = _ranks(group)
     return shards.row_shard(num_tokens, ranks.world_size, ranks.rank)
 
 
 class _Ranks(NamedTuple):
-    """The properties of a communicator that traced calls need; the communicator need not exist."""
+    """The communicator properties that traced calls need; the communicator need not exist."""
 
     name: str
     rank: int
@@ -153,7 +153,7 @@ class _Ranks(NamedTuple):
     numerics: str = "rounded"  # the default of Communicator
 
     def _runner(self, x: object) -> Runner:
-        """Returns the runner of the methods of Communicator that are called on this object."""
+        """Returns the runner for methods of Communicator that are called on this object."""
         return traced.Operators(self.name, self.rank, self.world_size)
 
 
@@ -162,15 +162,15 @@ def _ranks(group: Group) -> _Ranks:
     return _Ranks(resolved.group_name, dist.get_rank(resolved), dist.get_world_size(resolved))
 
 
-# The effect of torch.compiler.assume_constant_result(), which would import torch's compiler.
+# Has the effect of torch.compiler.assume_constant_result(), which would import torch's compiler.
 _ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _communicator_of(group: Group, x: Any) -> Any:
-    """Returns the communicator of a call, or a stand-in while tracing."""
+    """Returns the communicator for a call, or a stand-in while tracing."""
     if isinstance(x, ExpertSum):
         x = x.rows
     if is_traced(x):
         return _ranks(group)
-    device = x.device if isinstance(x, torch.Tensor) else None  # the call itself refuses others
+    device = x.device if isinstance(x, torch.Tensor) else None  # the call rejects other types
     return Communicator._for_group(group, device, unless=is_intercepted) or _ranks(group)

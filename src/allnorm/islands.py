@@ -1,7 +1,7 @@
 """Islands: disjoint sets of ranks that write to each other's memory. Does not import torch.
 
 Rows cross between islands through the process group. Step 1b of the numerics page defines the sum
-over several islands.
+over multiple islands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_islands(given: Any, world_size: int) -> Islands:
         world_size: number of ranks.
 
     Raises:
-        TypeError: it is not a sequence of sequences of ranks.
+        TypeError: the argument is not a sequence of sequences of ranks.
         ValueError: a rank is missing, occurs twice or does not exist, or an island is empty.
     """
     expected = (
@@ -44,7 +44,7 @@ def check_islands(given: Any, world_size: int) -> Islands:
 
 
 def of_size(size: int, world_size: int) -> Islands | Literal["auto"]:
-    """Returns islands of `size` consecutive ranks, the last maybe smaller; "auto" for size 0."""
+    """Returns islands of `size` consecutive ranks; the last may be smaller. "auto" for size 0."""
     if size == 0:
         return "auto"
     return tuple(tuple(range(lo, min(lo + size, world_size))) for lo in range(0, world_size, size))
@@ -90,10 +90,10 @@ def obstacle_of(islands: Islands) -> str:
 
 
 def is_in_blocks(islands: Islands) -> bool:
-    """Returns whether the ranks of every island are consecutive, as torchrun numbers a host's."""
+    """Returns whether each island's ranks are consecutive, as torchrun numbers a host's ranks."""
     return all(island[-1] - island[0] == len(island) - 1 for island in islands)
 
 
 def describe(islands: Islands) -> str:
-    """Formats islands, such as "[0, 1], [2, 3]"."""
+    """Formats the islands as in "[0, 1], [2, 3]"."""
     return ", ".join(str(list(island)) for island in islands)

@@ -16,15 +16,15 @@ import torch
 from torch._higher_order_ops.effects import with_effects
 
 _MODULE = "torch._inductor.lowering"
-# The last call of each graph that is being compiled.
+# Maps each graph that is being compiled to the name of its last call.
 _last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def keep_order(operators: Iterable[torch._ops.OpOverload]) -> None:
     """Registers the lowerings of these operators if Inductor is loaded. Idempotent and quick.
 
-    Call it whenever one of them is traced: Inductor traces before it compiles. Importing Inductor
-    here would take seconds for programs that never use it.
+    Call it whenever one of the operators is traced: Inductor traces before it compiles. Importing
+    Inductor here would add seconds to programs that never use it.
     """
     inductor = sys.modules.get(_MODULE)
     if inductor is None or getattr(inductor.__spec__, "_initializing", False):

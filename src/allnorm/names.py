@@ -1,4 +1,4 @@
-"""The names that calls, tables and commands accept, and their check.
+"""The names that calls, tables and commands accept, and a function that checks them.
 
 The codes of the C ABI are indices into these tuples (`src/allnorm/core/_native.py`).
 """
@@ -6,13 +6,13 @@ The codes of the C ABI are indices into these tuples (`src/allnorm/core/_native.
 from __future__ import annotations
 
 FUSED = ("one_shot", "two_shot")
-# Algorithms of ranks that form one island, and of several islands.
+# Algorithms for ranks in a single island, and for ranks in multiple islands.
 ALGORITHMS = (*FUSED, "unfused")
 BETWEEN_ISLANDS = ("hierarchical", "unfused")
 # Values of the argument `algorithm`.
 REQUESTS = ("auto", *ALGORITHMS, "hierarchical")
 
-# The public calls: collectives, then calls of one rank.
+# The public calls: first the collectives, then the calls that run on one rank.
 COLLECTIVES = (
     "all_reduce",
     "all_reduce_add_rms_norm",

@@ -1,14 +1,14 @@
 """The torch operators: schemas, implementations, and their effects for compilers.
 
 The operators are functional: they return new tensors and alias nothing. An empty tensor means "no
-result". An operator's arguments must be traceable, so a communicator is passed by name and a spec
-of quantization by its fields. The name of a process group also means its communicator, which is
+result". An operator's arguments must be traceable, so a communicator is passed by name and a
+quantization spec by its fields. A process group's name also identifies its communicator, which is
 created when needed, because compiled code may come from a cache.
 
-Every peer waits for a collective operator, an effect that its results do not show. So no tracer or
-compiler may drop a call with an unused result, merge two equal calls, or reorder calls. Fakes see
-only their arguments. Hence values that depend on the rank or the number of ranks are arguments,
-which makes them part of the keys of compiler caches.
+Every peer waits for a collective operator, an effect that its results do not show. Therefore no
+tracer or compiler may drop a call with an unused result, merge two equal calls, or reorder calls.
+Fake implementations see only their arguments. Values that depend on the rank or the number of ranks
+are therefore arguments, which makes them part of the keys of compiler caches.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
 
 
 def _other_dispatcher(comm_name: str, x: _Tensor) -> Dispatcher:
-    """Returns the dispatcher of a communicator that is not open yet, or of one rank alone."""
+    """Returns the dispatcher of a communicator that is not open yet, or of a one-rank call."""
     if not comm_name:
         return local.dispatcher(x)
     return communicator(comm_name, x.device.type)._dispatcher
@@ -75,7 +75,8 @@ def _other_dispatcher(comm_name: str, x: _Tensor) -> Dispatcher:
 def _check_rows(residual: _Tensor, rows: int) -> None:
     """Raises unless the new residual has the declared number of rows.
 
-    This runs after the call, so that the other ranks, which were right, do not wait for this one.
+    This check runs after the call, so that the other ranks, whose arguments were right, do not wait
+    for this one.
     """
     found = math.prod(residual.shape[:-1])
     if found != rows:
@@ -102,7 +103,7 @@ def _define(row: Operator) -> None:
         x = arguments[0]
         is_plain = x.__class__ in _PLAIN and _num_modes() == 0 and _transform() is None
         if is_plain and not _is_functional(x):
-            return run(*arguments)  # refuses tensors that require a gradient
+            return run(*arguments)  # rejects tensors that require a gradient
         _refuse_gradients(operator, arguments)
         with _AFTER_AUTOGRAD():
             return operator(*arguments)
@@ -122,8 +123,8 @@ def _without_subclasses(arguments: tuple[Any, ...]) -> list[Any] | None:
     """Returns the arguments with plain tensors in place of subclasses; None if nothing changes.
 
     The torch dispatcher runs before an operator. So a subclass without its own
-    `__torch_dispatch__`, such as most subclasses of Parameter, holds its values in its memory.
-    Methods refuse all subclasses, because their `__torch_function__` did not run.
+    `__torch_dispatch__`, such as most subclasses of Parameter, keeps its values in its memory.
+    Methods reject all subclasses, because their `__torch_function__` did not run.
     """
     plain = [
         argument.as_subclass(torch.Tensor)
@@ -162,7 +163,7 @@ def _refuse_gradients(operator: torch._ops.OpOverload, arguments: tuple[Any, ...
 
 
 def _keep_in_order(operator: torch._ops.OpOverload) -> None:
-    """Makes tracers and compilers keep every call of a collective operator, and their order.
+    """Makes tracers and compilers keep every call of a collective operator, in order.
 
     With torch's effect tokens, AOTAutograd makes each call depend on the token of the previous one.
     Passes over graphs of other tracers, which have no tokens, only remove unused calls. Inside

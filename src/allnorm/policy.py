@@ -1,7 +1,8 @@
 """The choice of the algorithm: a pure function of values that are equal on all ranks.
 
-Admission (can it run) is separate from preference (what is fastest). This module does not use
-pointers, clocks or the local machine: a rank with a different decision would deadlock its peers.
+Admission (whether an algorithm can run) is separate from preference (which is fastest). This module
+does not use pointers, clocks or the local machine: a rank that decided differently would deadlock
+its peers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from allnorm import islands as islands_
 from allnorm.islands import Islands
 from allnorm.names import FUSED
 
-# The widest row of one block on a GPU. Kernels limited to this width do not use clusters.
+# The widest row that one block on a GPU can process. Kernels limited to this width do not use
+# clusters.
 _BLOCK_ROW_BYTES = 8192
 
 # Temporary memory of `unfused` for the gathered partial sums of one chunk of rows.
@@ -21,8 +23,8 @@ UNFUSED_GATHER_BYTES = 256 << 20
 
 # Maximum bytes of the float32 sums of one piece of a hierarchical call.
 HIERARCHICAL_SUM_BYTES = 64 << 20
-# On GPUs the exchange of a piece overlaps the launches of others: a call is cut into up to this
-# many pieces of at least this many bytes. Smaller pieces were slower (docs/engineering-log).
+# On GPUs, the exchange of one piece overlaps the launches of other pieces: a call is cut into up to
+# this many pieces of at least this many bytes. Smaller pieces were slower (docs/engineering-log).
 _OVERLAPPED_SUM_BYTES = 16 << 20
 _OVERLAPPED_PIECES = 4
 
@@ -30,17 +32,17 @@ _OVERLAPPED_PIECES = 4
 # between hosts takes about 15 us, in which a 50 GB/s card sends 750 KB (docs/engineering-log).
 HIERARCHICAL_HOP_BYTES = 512 << 10
 
-# More blocks than any GPU can run at once. A limit of this many, or more, has no effect.
+# More blocks than any GPU can run at once. A limit of at least this many has no effect.
 MOST_BLOCKS = 1 << 16
 
-# The cost of two_shot's second hop, as bytes on the link: one_shot of n ranks pushes (n - 1)
-# (n - 2) / n rows more. With two ranks both send the same bytes, one_shot in one hop. Measured on
-# H100s after a GEMM (docs/engineering-log, 2026-11-27).
+# The cost of two_shot's second hop, as bytes on the link: one_shot with n ranks pushes
+# (n - 1)(n - 2) / n rows more. With two ranks both send the same bytes, one_shot in one hop.
+# Measured on H100s after a GEMM (docs/engineering-log, 2026-11-27).
 _SECOND_HOP_BYTES_CUDA = 240 << 10
 # On CPU a rank reads its peers' rows in place: one_shot sends no extra bytes, but adds more.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
-# Tables are measured without a limit of blocks. With a limit and two ranks, two_shot is slower: up
+# Tables are measured without a limit on blocks. With a limit and two ranks, two_shot is slower: up
 # to 1.4 times on H200s (docs/engineering-log, "A part of the GPU").
 _LIMITED_PAIR = "two ranks and a limit of {} blocks: one_shot needs less work per block"
 
@@ -55,24 +57,24 @@ _OWNED_ROWS = (
 
 
 # Up to this many tokens, calls with a post norm or experts use the default number of blocks per row
-# and not the table's, because tables are measured with plain calls (docs/engineering-log).
+# instead of the table's, because tables are measured with plain calls (docs/engineering-log).
 _SPREAD_EXTENDED_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The algorithm and grid of a call, and why.
+    """The algorithm and grid of a call, and the reason for them.
 
     Attributes:
         algorithm: "one_shot", "two_shot", "hierarchical" or "unfused".
-        reason: why, in one sentence.
-        num_chunks: number of launches, each for a part of the rows; for "hierarchical" number of
-            pieces; 0 for no rows.
+        reason: the reason for the choice, in one sentence.
+        num_chunks: number of launches, each for a part of the rows; for "hierarchical" the number
+            of pieces; 0 if there are no rows.
         num_blocks: maximum blocks of a launch on a GPU; 0: as many as the GPU can run.
         source: origin of the decision: "tuned FILE, DATE", "seed NAME", "default" (built-in rule),
             "caller", or "" if nothing else can run.
-        link_gbps: rate at which many rows are sent: GB/s that a rank pushes to all its peers
-            together; 0: unknown, rows are sent without pacing.
+        link_gbps: rate at which large calls are sent: GB/s that a rank pushes to all its peers
+            together; 0: unknown, so rows are sent without pacing.
         cluster_size: GPU blocks per row; 0: the library chooses.
     """
 
@@ -87,7 +89,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """The fastest choice up to a number of tokens.
+    """The fastest choice for up to a number of tokens.
 
     Attributes:
         max_tokens: maximum number of tokens, inclusive; None: no limit.
@@ -108,7 +110,7 @@ class Curve:
 
     Attributes:
         hidden_size: number of columns.
-        steps: steps with ascending `max_tokens`; that of the last one is None.
+        steps: steps with ascending `max_tokens`; None in the last one.
         product: input features (K) of the GEMM after which calls were measured; 0: calls were
             measured in a chain.
         product_tokens: maximum tokens measured after the GEMM; more were measured in a chain.
@@ -127,11 +129,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Table:
-    """Measured curves of one kind of device and one number of ranks.
+    """Measured curves for one kind of device and one number of ranks.
 
     Attributes:
         source: origin of the table, as in Plan.
-        curves: by dtype name and epilogue, at least one each.
+        curves: at least one curve per key, keyed by dtype name and epilogue.
         link_gbps: as in Plan; the newest curves were measured with it.
     """
 
@@ -142,11 +144,12 @@ class Table:
     def find(
         self, dtype: str, epilogue: str, num_tokens: int, hidden_size: int
     ) -> tuple[Step, str] | None:
-        """Returns the step for a call and a description of it; None if the table has none.
+        """Returns the step for a call and its description; None if the table has no step for it.
 
-        For a hidden size that was not measured it uses the nearest one, at the same number of
-        bytes, because the choice depends on latency and bandwidth. For an epilogue that was not
-        measured it uses the plain norm's curves, and for a 16-bit dtype those of the other one.
+        For a hidden size that was not measured, it uses the nearest measured one, at the same
+        number of bytes, because the choice depends on latency and bandwidth. For an epilogue that
+        was not measured it uses the plain norm's curves, and for a 16-bit dtype the other 16-bit
+        dtype's curves.
         """
         names = [(d, e) for e in (epilogue, "norm") for d in (dtype, _SAME_WIDTH.get(dtype, dtype))]
         name = next((name for name in names if self.curves.get(name)), None)
@@ -176,13 +179,13 @@ class Traits:
     Attributes:
         backend: "cuda" or "cpu".
         world_size: number of ranks.
-        split: why ranks of one host form several islands; empty if they do not.
+        split: why one host's ranks form multiple islands; empty if they do not.
         exchange: why ranks cannot write to each other's memory; empty if they can.
         max_row_bytes: widest row that the fused kernels of every rank support; None: no limit.
         tables: measured tables; the first one that has a step for a call decides.
         max_blocks: maximum blocks of any launch on a GPU; 0: as many as the GPU can run.
         islands: the islands; empty: all ranks are one island.
-        between: with several islands: why "hierarchical" cannot run; empty if it can.
+        between: with multiple islands: why "hierarchical" cannot run; empty if it can.
     """
 
     backend: str
@@ -215,17 +218,18 @@ def choose(
     """Chooses the algorithm of one call.
 
     Args:
-        traits: the communicator.
+        traits: the communicator's properties.
         num_tokens: rows.
         hidden_size: columns.
         element_bytes: bytes of an element of `x`.
         rows_per_chunk: maximum rows of this hidden size per launch within an island: for
-            "one_shot", "two_shot" and, with several islands, each launch of "hierarchical"; 0: a
-            row does not fit.
+            "one_shot", "two_shot" and, with multiple islands, each launch of "hierarchical"; 0: a
+            single row does not fit.
         requested: "auto" or the name of an algorithm.
         owned_rows: whether rows have owners.
         kind: dtype name and epilogue.
-        extended: whether the call has a post norm, a scale or experts; tables are measured without.
+        extended: whether the call has a post norm, a scale or experts; tables are measured without
+            them.
 
     Returns:
         The plan. If the requested algorithm cannot run, its algorithm is "unfused" and its reason
@@ -253,12 +257,13 @@ def choose(
         rows = _unfused_rows(traits, num_tokens, hidden_size, element_bytes)
     else:
         rows = rows_per_chunk[algorithm]
-        # Cluster sizes of tables are measured without a limit of blocks.
+        # Tables' cluster sizes are measured without a limit on blocks.
         if traits.max_blocks or (extended and num_tokens <= _SPREAD_EXTENDED_TOKENS):
             cluster_size = 0
         limits = [limit for limit in (num_blocks, traits.max_blocks) if limit]
         num_blocks = min(limits, default=0)
-        # The rate of the first table, also if a later one has the step: its curves need this rate.
+        # The rate comes from the first table even if a later one has the step: its curves need this
+        # rate.
         link_gbps = next((table.link_gbps for table in traits.tables), 0.0)
     num_chunks = -(-num_tokens // rows) if num_tokens else 0
     return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps, cluster_size)
@@ -273,7 +278,7 @@ def _choose_between(
     requested: str,
     owned_rows: bool,
 ) -> Plan:
-    """Chooses between "hierarchical" and "unfused" for ranks in several islands; see `choose`."""
+    """Chooses between "hierarchical" and "unfused" for ranks in multiple islands; see `choose`."""
     obstacle = traits.between
     if not obstacle and owned_rows and not islands_.is_in_blocks(traits.islands):
         obstacle = (
@@ -281,7 +286,7 @@ def _choose_between(
             f"({islands_.describe(traits.islands)}), so an island does not own a block of rows"
         )
     if not obstacle and traits.island_size > 1:
-        # The requirements of the kernels within an island.
+        # The kernels within an island have their own requirements.
         inside = replace(traits, world_size=traits.island_size, islands=(), exchange="")
         rows_inside = {"two_shot": rows_per_chunk["hierarchical"]}
         obstacle = _obstacle(
@@ -298,7 +303,7 @@ def _choose_between(
         reason += f" ({traits.split})"
     rows = hierarchical_rows(traits.backend, traits.island_size, num_tokens, hidden_size)
     pieces = -(-num_tokens // rows)
-    if owned_rows:  # one piece per island that owns rows; few rows are owned by the first ranks
+    if owned_rows:  # one piece per island that owns rows; with few rows, only the first ranks do
         pieces = min(number, -(-num_tokens // traits.island_size))
     blocks = traits.max_blocks if traits.max_blocks < MOST_BLOCKS else 0
     source = "default" if requested == "auto" else "caller"
@@ -318,8 +323,8 @@ def hierarchical_rows(backend: str, island_size: int, num_tokens: int, hidden_si
     if backend == "cpu":
         return most
     pieces = 1
-    # With one rank per island there is little to overlap: no launch A, and B is short compared with
-    # the exchange. More pieces were slower (docs/engineering-log).
+    # With one rank per island there is little to overlap: launch A does not run, and launch B is
+    # short compared with the exchange. More pieces were slower (docs/engineering-log).
     if island_size > 1:
         pieces = min(_OVERLAPPED_PIECES, num_tokens * row_bytes // _OVERLAPPED_SUM_BYTES)
     height = -(-num_tokens // max(1, pieces))
@@ -330,14 +335,14 @@ def hierarchical_rows(backend: str, island_size: int, num_tokens: int, hidden_si
 def is_sooner_in_parts(
     num_islands: int, island_size: int, num_sums: int, sum_bytes: int, row_bytes: int
 ) -> bool:
-    """Returns whether the sums of a piece cross in two hops, where each island adds a part of them.
+    """Returns whether a piece's sums cross in two hops, where each island adds a part of them.
 
     Args:
         num_islands: number of islands, more than two.
         island_size: ranks per island, which share the sums.
         num_sums: elements of the piece on all ranks; this rank's share may differ from its peers'.
-        sum_bytes: bytes of a sum of one island.
-        row_bytes: bytes of a sum of all islands, after rounding.
+        sum_bytes: bytes of one island's sum.
+        row_bytes: bytes of the sum over all islands, after rounding.
     """
     others = num_islands - 1
     in_one_hop = others * sum_bytes
@@ -419,8 +424,8 @@ def _default(traits: Traits, num_bytes: int) -> tuple[str, str]:
     )
 
 
-# A table with a single width applies to widths up to this factor away. Several measured widths show
-# how choices change with the width; a single one does not.
+# A table with a single width applies to widths up to this factor away. Multiple measured widths
+# show how choices change with the width; a single width does not.
 _MAX_RATIO_OF_ONE_CURVE = 2
 
 

@@ -23,7 +23,7 @@ DTYPE = torch.float8_e4m3fn
 
 _PACKED_PER_WORD = 4  # scales per word of the packed format
 _TMA_ALIGN_ROWS = 4  # columns start at multiples of 16 bytes, as a TMA descriptor requires
-# Rows and groups of a tile of the swizzled layout.
+# Rows and groups per tile in the swizzled layout.
 TILE_ROWS, TILE_GROUPS = 128, 4
 NVFP4_GROUP_SIZE = 16
 # The values of the eight unsigned codes of e2m1.
@@ -103,7 +103,7 @@ class Fp8PerToken:
 class Fp8PerTensor:
     """One scale for the whole tensor, given by the caller; values are divided by it.
 
-    Two specs are equal if they hold the same tensor.
+    Two specs are equal if and only if they hold the same tensor.
 
     Args:
         scale: float32, one element, on the device of the input. The kernel reads it, so a replay of
@@ -214,13 +214,13 @@ class QuantizedNorm(NamedTuple):
 
 
 class ScaleGeometry(NamedTuple):
-    """The memory layout of the scales of a result.
+    """The memory layout of a result's scales.
 
     Attributes:
         shape: shape of the scale tensor: rows and words per row; swizzled: bytes.
         stride: strides of the tensor, in elements.
         dtype: float32; int32 for packed scales; uint8 or float8_e4m3fn for bytes.
-        padded: whether there is padding after the last row, up to a multiple of four rows.
+        padded: whether padding follows the last row, up to a multiple of four rows.
         tiles: tiles per row of tiles in the swizzled layout; 0 in other layouts.
         rows: number of quantized rows, in the swizzled layout; 0 in other layouts.
     """
@@ -248,7 +248,7 @@ class ScaleGeometry(NamedTuple):
         return memory.as_strided(shape, stride)
 
     def with_padding(self, scale: torch.Tensor) -> torch.Tensor:
-        """Returns the memory of `scale` with the padding rows after it."""
+        """Returns the memory of `scale`, including the padding rows after it."""
         if not self.padded or not self.padding_rows:
             return scale
         rows, words = self.shape
@@ -265,7 +265,7 @@ def check_quant(quant: object) -> None:
 
 
 def check_hidden_size(quant: Quant, hidden_size: int) -> None:
-    """Raises UnsupportedError unless rows of that many columns consist of whole groups."""
+    """Raises UnsupportedError unless rows with this many columns consist of whole groups."""
     if isinstance(quant, NvFp4) and hidden_size % NVFP4_GROUP_SIZE:
         raise UnsupportedError(
             f"hidden_size {hidden_size} is not a multiple of 16: a row of NVFP4 must consist of "
@@ -295,12 +295,12 @@ def quantized_shape(
 
 
 def is_swizzled(quant: object) -> bool:
-    """Returns whether the scales of a spec are in tiles."""
+    """Returns whether a spec's scales are stored in tiles."""
     return getattr(quant, "scale_layout", "") == SWIZZLED
 
 
 def scale_geometry(quant: Quant, num_tokens: int, hidden_size: int) -> ScaleGeometry | None:
-    """Returns the layout of the scales of `num_tokens` rows; None if they are not a result.
+    """Returns the scale layout for `num_tokens` rows; None if scales are not a result.
 
     Args:
         quant: the spec.
@@ -329,13 +329,13 @@ def scale_geometry(quant: Quant, num_tokens: int, hidden_size: int) -> ScaleGeom
 
 
 def _swizzled(quant: Fp8PerGroup | NvFp4, num_tokens: int, hidden_size: int) -> ScaleGeometry:
-    """Returns the layout of scales in consecutive tiles of 128 rows by 4 groups."""
+    """Returns the layout for scales in consecutive tiles of 128 rows by 4 groups."""
     if isinstance(quant, Fp8PerGroup):
         groups, dtype = hidden_size // quant.group_size, torch.uint8
     else:
         groups, dtype = hidden_size // NVFP4_GROUP_SIZE, DTYPE
     tiles = -(-groups // TILE_GROUPS)
-    # As a sum, so that no branch depends on a symbolic number of rows.
+    # Written as a sum, so that no branch depends on a symbolic number of rows.
     num_bytes = (num_tokens + TILE_ROWS - 1) // TILE_ROWS * tiles * TILE_ROWS * TILE_GROUPS
     return ScaleGeometry((num_bytes,), (1,), dtype, tiles=tiles, rows=num_tokens)
 
@@ -399,10 +399,10 @@ def op_arguments(quant: Quant) -> OpArguments:
 def from_op_arguments(
     kind: str, group_size: int, scale_layout: str, scale_format: str, scale: torch.Tensor | None
 ) -> Quant:
-    """Converts arguments of an operator to a spec.
+    """Converts an operator's arguments to a spec.
 
     Raises:
-        ValueError, TypeError: the arguments are not those of a spec.
+        ValueError, TypeError: the arguments do not describe a spec.
     """
     if kind == Fp8PerGroup.kind:
         return _per_group(group_size, scale_layout, scale_format)

@@ -36,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The properties of the machine that one process sees."""
+    """The properties of the machine, as one process sees them."""
 
     cpu_name: str  # processor model
     num_cores: int  # cores that this process may run on
@@ -53,7 +53,7 @@ class Machine:
 
 
 def probe() -> Machine:
-    """Returns the properties of the machine. With GPUs it initializes CUDA in this process."""
+    """Returns the machine's properties. If it has GPUs, this initializes CUDA in this process."""
     count = num_gpus()
     nvml = _Nvml()
     shm = shm_bytes()
@@ -91,7 +91,7 @@ def num_cores() -> int:
 
 
 def busy_cores(seconds: float = 0.5) -> float | None:
-    """Measures how many cores other work keeps busy, for `seconds`; None if unknown."""
+    """Measures, for `seconds`, how many cores other work keeps busy; None if unknown."""
     begin = _busy_seconds()
     time.sleep(seconds)
     end = _busy_seconds()
@@ -130,7 +130,7 @@ def shm_bytes() -> tuple[int, int] | None:
 
 
 def available_memory_bytes(device: str) -> int | None:
-    """Returns the size of the smallest GPU, or the free CPU memory; None if unknown."""
+    """Returns the memory of the smallest GPU, or the free CPU memory; None if unknown."""
     if device == "cuda":
         counts = (torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus()))
         return min(counts, default=None)
@@ -155,7 +155,7 @@ def nccl_version() -> str | None:
 
 
 def device_name(device: str, index: int = 0) -> str:
-    """Returns the name of GPU `index` if `device` is "cuda", otherwise of the processor."""
+    """Returns the name of GPU `index` if `device` is "cuda", otherwise the processor's name."""
     return torch.cuda.get_device_name(index) if device == "cuda" else cpu_name()
 
 
@@ -185,7 +185,7 @@ def _gpu(index: int, nvml: _Nvml) -> Gpu:
 
 
 class _Nvml:
-    """A wrapper of NVML; without NVML its methods return None."""
+    """A wrapper around NVML; without NVML its methods return None."""
 
     def __init__(self) -> None:
         self._nvml: Any = None

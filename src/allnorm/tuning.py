@@ -1,12 +1,12 @@
-"""Tuning tables: their files, the check of their contents, and which table is used.
+"""Tuning tables: reading and checking their files, and choosing which table is used.
 
-There is one file per kind of device and number of ranks. `allnorm tune` writes files into the
+Each kind of device and number of ranks has its own file. `allnorm tune` writes files into the
 user's cache; the package ships others in `seeds/`. Files are not trusted: one that is not valid in
 every detail is ignored with a warning, and results never depend on a table.
 
 All ranks must use the same table. Otherwise they would choose different algorithms and wait for
 each other forever. Each rank reads its own file when a Communicator is created, and `agree` decides
-whether the files are used.
+whether to use these files.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ LINK_GBPS = (1.0, 1e6)
 class Measured:
     """The contents of a table."""
 
-    curves: Curves = field(default_factory=dict)  # by dtype and epilogue
+    curves: Curves = field(default_factory=dict)  # keyed by dtype and epilogue
     link_gbps: float = 0.0  # as in policy.Plan
 
 
 class TableError(ValueError):
-    """A file is not a table for this device and number of ranks; the message says why."""
+    """Raised if a file is not a table for this device and number of ranks; the message says why."""
 
 
 @dataclass(frozen=True)
 class TableSummary:
-    """The description of a rank's tables that it sends to its peers."""
+    """A summary of one rank's tables, which it sends to its peers."""
 
     device: str  # name of this rank's device
     seed: str  # digest of the shipped table for the device; "" if there is none
     path: str  # path of the user's file, even if it does not exist
     digest: str = ""  # digest of the user's file; "" if it does not exist
     problem: str = ""  # why the user's file cannot be used; "" if it can or does not exist
-    date: str = ""  # date of its measurement
+    date: str = ""  # date of the measurement
 
 
-# The device name of a table: the name of the GPU or of the processor.
+# The device name in a table: the name of the GPU or of the processor.
 device_name = functools.cache(topology.device_name)
 
 
@@ -86,7 +86,7 @@ def path_of(directory: pathlib.Path | None, device: str, world_size: int) -> pat
 def load(
     directory: str | os.PathLike[str] | None, device: str, index: int | None, world_size: int
 ) -> RankTables:
-    """Reads the tables for a device, "cuda" or "cpu", with its index; see `path_of` and `read`."""
+    """Reads the tables for a device ("cuda" or "cpu") and its index; see `path_of` and `read`."""
     name = device_name(device, index or 0)
     folder = None if directory is None else pathlib.Path(directory)
     return read(path_of(folder, name, world_size), name, world_size)
@@ -99,7 +99,7 @@ def load(
 class RankTables:
     """The tables that one rank has read."""
 
-    found: TableSummary  # their description for the peers
+    found: TableSummary  # their summary for the peers
     tuned: Measured  # the user's table
     seed: Measured  # the shipped table
 
@@ -122,7 +122,7 @@ def read(path: pathlib.Path, device: str, world_size: int) -> RankTables:
 def _read(
     path: pathlib.Path, device: str, world_size: int, *, release: str
 ) -> tuple[Measured, str, str]:
-    """Reads content, digest and date of a file; empty values if it does not exist."""
+    """Reads a file's contents, digest and date; empty values if it does not exist."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
@@ -150,7 +150,7 @@ def check(document: Any, device: str, world_size: int, release: str = __version_
         release: expected version of allnorm that wrote it; "": any.
 
     Raises:
-        TableError: format, version, device or number of ranks differ.
+        TableError: the format, version, device or number of ranks differs.
     """
     if not isinstance(document, dict):
         raise TableError("it is not a JSON object")
@@ -227,7 +227,7 @@ def _integer(fields: dict[str, Any], name: str, least: int) -> int:
 
 
 def agree(summaries: Sequence[TableSummary]) -> tuple[bool, str]:
-    """Returns whether the user's table is used, and a warning; equal on every rank.
+    """Returns whether the user's table is used, and a warning; both are equal on every rank.
 
     Args:
         summaries: all ranks' summaries, in rank order.
@@ -251,7 +251,7 @@ def agree(summaries: Sequence[TableSummary]) -> tuple[bool, str]:
 
 
 def tables(own: RankTables, summaries: Sequence[TableSummary]) -> tuple[tuple[Table, ...], str]:
-    """Returns the tables of a communicator, best first, and a warning or "".
+    """Returns a communicator's tables, best first, and a warning or "".
 
     Args:
         own: this rank's tables.
@@ -262,7 +262,7 @@ def tables(own: RankTables, summaries: Sequence[TableSummary]) -> tuple[tuple[Ta
     used, warning = agree(summaries)
     result = []
     if used:
-        # Rank 0's path and date, so that plans are equal on every rank.
+        # Uses rank 0's path and date, so that plans are equal on every rank.
         source = f"tuned {summaries[0].path}, {summaries[0].date}"
         result.append(Table(source, own.tuned.curves, own.tuned.link_gbps))
     if own.seed.curves:
@@ -277,7 +277,7 @@ def tables(own: RankTables, summaries: Sequence[TableSummary]) -> tuple[tuple[Ta
 def document(
     measured: Measured, device: str, world_size: int, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the stored form of a table.
+    """Returns a table in the form in which it is stored.
 
     Args:
         measured: contents of the table.
@@ -308,7 +308,7 @@ def document(
 
 
 def save(path: pathlib.Path, table: dict[str, Any]) -> None:
-    """Writes a table atomically, so that a reader never sees a part of it; creates the folder.
+    """Writes a table atomically, so that readers never see a partial file; creates the folder.
 
     Raises:
         OSError: the folder or the file cannot be written.

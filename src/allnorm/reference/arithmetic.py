@@ -1,4 +1,4 @@
-"""Arithmetic that PyTorch lacks: fused multiply-add, exact square roots, and the sum's tree.
+"""Arithmetic that PyTorch lacks: fused multiply-add, exact square roots, and the tree sum.
 
 Three problems of PyTorch are avoided everywhere. Dividing a CUDA tensor by a Python number
 multiplies by its reciprocal, so every divisor is a tensor on the device. `torch.sqrt` on the CPU
@@ -43,8 +43,8 @@ def square_sum(z: Tensor, elems_per_pack: int) -> Tensor:
 def _butterfly(c: Tensor) -> Tensor:
     """Sums `[..., n] -> [...]` as `for offset in n/2, ..., 2, 1: c_i = c_i + c_(i xor offset)`.
 
-    After the first step c_i and c_(i xor n/2) are bit-identical, because addition commutes. So only
-    the first half is computed, and likewise in each step.
+    After the first step, c_i and c_(i xor n/2) are bit-identical, because addition commutes. So
+    only the first half is computed, and the same holds for each later step.
     """
     while c.shape[-1] > 1:
         half = c.shape[-1] // 2

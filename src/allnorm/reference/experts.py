@@ -11,7 +11,7 @@ from allnorm.reference.arithmetic import DTYPES, new_tensor
 
 
 def partial_of(x: Tensor | ExpertSum) -> Tensor:
-    """Returns a rank's addend of the reduced sum: `x`, or the sum of its experts."""
+    """Returns a rank's contribution to the reduced sum: `x`, or the sum of its experts."""
     return expert_sum(x) if isinstance(x, ExpertSum) else x
 
 

@@ -36,7 +36,7 @@ _BYTES_PER_WORD = 4
 
 
 def quantize(y: Tensor, quant: Quant = DEFAULT_QUANT) -> tuple[Tensor, Tensor]:
-    """Quantizes rows that are rounded to their dtype.
+    """Quantizes rows that have been rounded to their dtype.
 
     With one scale per row, equivalent to ``scale = y.float().abs().amax(-1, keepdim=True) / 448``
     and ``quantized = (y.float() / scale).to(torch.float8_e4m3fn)``.
@@ -144,8 +144,8 @@ def add_rms_norm_quant(
 ) -> QuantizedNorm:
     """Runs `add_rms_norm`, then `quantize` of its first result: steps 2 to 6 for a reduced `x`.
 
-    For arguments, options and errors see these two. With `return_normed` the rows before
-    quantization are returned too.
+    The docstrings of these two functions describe arguments, options and errors. With
+    `return_normed`, the rows before quantization are also returned.
     """
     normed, total = add_rms_norm(x, residual, weight, eps, **options)
     _check_normed(normed)
@@ -167,9 +167,9 @@ def all_reduce_add_rms_norm_quant(
 ) -> QuantizedNorm:
     """Runs `all_reduce_add_rms_norm`, then `quantize` of its first result: all steps.
 
-    For arguments, options and errors see these two. With `return_normed` or `normed_out` the rows
-    before quantization are returned too. `quantized_out`, `scale_out` and `normed_out` receive the
-    results.
+    The docstrings of these two functions describe arguments, options and errors. With
+    `return_normed` or `normed_out`, the rows before quantization are also returned.
+    `quantized_out`, `scale_out` and `normed_out` receive the results.
 
     Returns:
         `QuantizedNorm(quantized, scale, residual, normed)`. With `residual_sharded`, `residual` is

@@ -29,12 +29,13 @@ def all_reduce(
     """Sums the ranks' inputs in rank order in float32 and rounds once.
 
     Equivalent to ``sum(x.float() for x in inputs).to(inputs[0].dtype)``. With `islands`, the sums
-    of the islands are summed (step 1b).
+    of the islands are then added (step 1b).
 
     Args:
         inputs: one `x` per rank, in rank order; equal shapes `[...]`, equal dtypes (float32,
             float16 or bfloat16), one device.
-        algorithm: ignored, for the same signature as allnorm's; all algorithms are bit-identical.
+        algorithm: ignored, to match the signature of allnorm's calls; all algorithms are
+            bit-identical.
         out: receives the sum; may be one of the inputs.
         islands: the ranks of each island; every rank occurs once. None: one island.
 
@@ -94,7 +95,8 @@ def all_reduce_add_rms_norm(
         eps: added to the mean square, rounded to float32.
         weight_bias: added to the weight in float32 (1.0 for Gemma).
         numerics: "rounded", "unrounded", "transformers" or "vllm"; None is "rounded".
-        algorithm: ignored, for the same signature as allnorm's; all algorithms are bit-identical.
+        algorithm: ignored, to match the signature of allnorm's calls; all algorithms are
+            bit-identical.
         residual_sharded: whether each rank holds only its own rows of the residual.
         out: receives `normed`; may be one of the inputs.
         residual_out: receives the new residual; may be `residual`. With `residual_sharded` a list.

@@ -1,4 +1,4 @@
-"""Rows of ranks: which rank has which rows, and gathering them."""
+"""The assignment of rows to ranks, and a function that gathers them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def row_shard(num_tokens: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def split_rows(x: Tensor, world_size: int) -> list[Tensor]:
-    """Splits `x`, `[..., hidden_size]`, into every rank's rows, new `[hi - lo, hidden_size]`."""
+    """Splits `x`, `[..., hidden_size]`, into new tensors `[hi - lo, hidden_size]`, one per rank."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     bounds = [row_shard(rows.shape[0], world_size, rank) for rank in range(world_size)]
     return [rows[lo:hi].clone() for lo, hi in bounds]
@@ -56,7 +56,8 @@ def all_gather_rows(
     Args:
         shards: every rank's rows `[hi - lo, hidden_size]`, in rank order; equal dtypes, one device.
         num_tokens: total number of rows.
-        algorithm: ignored, for the same signature as allnorm's; all algorithms are bit-identical.
+        algorithm: ignored, to match the signature of allnorm's calls; all algorithms are
+            bit-identical.
         out: receives the rows.
 
     Returns:

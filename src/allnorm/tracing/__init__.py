@@ -1,4 +1,4 @@
-"""Counts the reductions of a program that ran fused, by the PyTorch profiler."""
+"""Counts a program's reductions, and how many ran fused, using the PyTorch profiler."""
 
 from __future__ import annotations
 

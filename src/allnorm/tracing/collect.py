@@ -1,7 +1,7 @@
-"""Converts the events of a profile to counts for a report.
+"""Converts a profile's events to counts for a report.
 
-Operators and ranges of the host are counted first; of nested ones, only the outermost. Kernels that
-none of them launched, as in replays of CUDA graphs, are then counted by their names.
+Host operators and ranges are counted first; of nested ones, only the outermost counts. The
+remaining kernels, such as those in replays of CUDA graphs, are then counted by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._C._autograd import DeviceType
 
 from allnorm.tracing.report import FUSED, NORM, REDUCTION, Tally
 
-# Prefixes of ranges of this package, followed by `kind|what` or `path|class`.
+# Prefixes of this package's ranges. `kind|what` or `path|class` follows the prefix.
 CALL = "allnorm.call|"
 MODULE = "allnorm.module|"
 
@@ -39,7 +39,7 @@ NORM_OPERATORS = frozenset(
 # A module with RMSNorm in its class name counts as a norm if it calls one of these.
 NORM_ARITHMETIC = frozenset({"aten::rsqrt", "aten::pow", "aten::rms_norm", "aten::_fused_rms_norm"})
 
-# Kernels that no operator launched, as in a replayed CUDA graph; the first match counts.
+# Kernels that no operator launched, as in a replayed CUDA graph; the first matching row counts.
 _KERNELS = (
     (re.compile(r"allnorm::fused_kernel<.*\bOneShot\b"), FUSED, "one_shot"),
     (re.compile(r"allnorm::fused_kernel<.*\bTwoShot\b"), FUSED, "two_shot"),
@@ -56,7 +56,7 @@ _KERNELS = (
     (re.compile(r"^triton_\w*rsqrt"), NORM, "compiled kernel"),
 )
 
-# By kernel name: number of launches and total microseconds.
+# Maps each kernel name to its number of launches and total microseconds.
 _Kernels = dict[str, list[float]]
 
 
@@ -119,9 +119,9 @@ class Collector:
 
 
 def _own_times(kernels: list[Any]) -> Iterator[tuple[Any, float]]:
-    """Yields each kernel and its time since the previous kernels of its stream ended.
+    """Yields each kernel and its time after the end of earlier kernels in its stream.
 
-    Kernels that start early, as allnorm's do in CUDA graphs, wait until then.
+    Kernels that start early, as allnorm's kernels do in CUDA graphs, wait until then.
     """
     ended: dict[Any, float] = {}  # by stream
     for event in sorted(kernels, key=lambda event: event.time_range.start):
@@ -138,7 +138,7 @@ def _is_kernel(event: Any) -> bool:
 
 
 def _classify(event: Any) -> tuple[str, str] | None:
-    """Returns kind and name of an event; the kind is "" for a known event that does not count.
+    """Returns an event's kind and name; the kind is "" for a known event that does not count.
 
     Returns None for any other event; events inside it may count.
     """
@@ -174,7 +174,7 @@ def _subtree(event: Any) -> Iterator[Any]:
 
 
 def kernel(name: str) -> tuple[str, str] | None:
-    """Returns kind and name of a kernel; None if it is neither a reduction nor a norm."""
+    """Returns a kernel's kind and name; None if it is neither a reduction nor a norm."""
     for pattern, kind, what in _KERNELS:
         if pattern.search(name):
             return kind, what

@@ -1,8 +1,8 @@
 """Traces every process of an unmodified program that joins a process group.
 
-`allnorm trace` runs the program with a `sitecustomize` that calls `install`. This file is loaded by
-its path and imports only the standard library until a process group exists. Other processes of the
-program, such as a launcher, therefore start without delay.
+`allnorm trace` runs the program with a `sitecustomize` that calls `install`. It loads this file by
+path. Until a process group exists, this file imports only the standard library, so that the
+program's other processes, such as a launcher, start without delay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def install(folder: str, own: str) -> None:
 
     Args:
         folder: folder for the reports, one file per rank.
-        own: directory of the calling `sitecustomize`. The `sitecustomize` that it hides is run too.
+        own: directory of the calling `sitecustomize`. It hides the environment's own
+            `sitecustomize`, which is run too.
     """
     sys.meta_path.insert(0, _Finder(folder))
     paths = [path for path in sys.path if pathlib.Path(path).resolve() != pathlib.Path(own)]
@@ -47,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds that one module in the usual way; traces processes that join a group."""
+        """Finds the module of `init_process_group` in the usual way, and wraps that function."""
         if fullname != _MODULE:
             return None
         sys.meta_path.remove(self)
@@ -65,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _tracing(init: Callable[..., None], folder: str) -> Callable[..., None]:
-    """Returns a function that calls `init`, and starts the trace after its first success."""
+    """Returns a function that calls `init`, and starts the trace when it first succeeds."""
     started: list[bool] = []
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -78,7 +79,7 @@ def _tracing(init: Callable[..., None], folder: str) -> Callable[..., None]:
 
 
 def start(folder: str) -> None:
-    """Starts the trace of this process, which writes its report when it exits."""
+    """Starts the trace of this process, which writes its report when the process exits."""
     from allnorm.tracing import trace
 
     context = trace()

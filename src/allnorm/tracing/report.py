@@ -1,4 +1,4 @@
-"""The report of a trace on one rank."""
+"""The report on one rank's trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = (FUSED, REDUCTION, NORM)
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Calls of one kind from one place.
+    """The calls of one kind from one module.
 
     Attributes:
         kind: "fused", "reduction" (an all-reduce that was not fused) or "norm" (a separate
@@ -39,7 +39,7 @@ class TraceReport:
         rank: this rank in the default process group; 0 without one.
         world_size: size of that group; 1 without one.
         passes: number of calls of outermost modules (forward passes).
-        entries: calls by kind and place; within a kind the largest times first.
+        entries: calls by kind and module; within a kind, the largest times come first.
     """
 
     rank: int = 0

@@ -1,6 +1,6 @@
 """The trace: a profiler, and profiler ranges around modules and calls of this library.
 
-The ranges exist only while a trace is active. At other times a call has no extra cost.
+The ranges exist only during a trace. At other times a call has no extra cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from allnorm.tracing.report import FUSED, NORM, REDUCTION, TraceReport
 
 @contextlib.contextmanager
 def trace() -> Iterator[TraceReport]:
-    """Counts the reductions of this rank that run fused, and those that do not.
+    """Counts this rank's reductions, both fused and unfused.
 
         with allnorm.trace() as report:
             model.generate(...)
@@ -113,7 +113,7 @@ class _Stack(threading.local):
 
 
 class _Modules:
-    """Hooks that put each module's forward into a range with its path in the outermost module."""
+    """Hooks that run each module in a range that contains its path in the outermost module."""
 
     def __init__(self) -> None:
         self._stack = _Stack()
