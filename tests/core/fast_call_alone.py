@@ -2,8 +2,8 @@
 
     python fast_call_alone.py LIBRARY SIZE_OF_CALL OFFSET...
 
-The offsets in a C call are those of x, residual, weight, out, residual_out, quantized and scale,
-then of post_weight, expert_index, expert_weights and shared. The program needs only the standard
+OFFSET... are the offsets in a C call of x, residual, weight, out, residual_out, quantized, scale,
+post_weight, expert_index, expert_weights and shared. The program needs only the standard
 library, so that any CPython can run it.
 """
 
@@ -17,7 +17,7 @@ _CALLS = 20_000
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
 
 
-# The library takes lower addresses for offsets into freed memory.
+# The library assumes that lower addresses are offsets into freed memory.
 _BASE = 1 << 33
 
 
@@ -25,8 +25,8 @@ class Tensor:
     """A tensor as the library sees it.
 
     Args:
-        offset: distance of its address from `_BASE`; its address if `storage` is given.
-        storage: address of its memory, or "none".
+        offset: address relative to `_BASE`; the address itself if `storage` is given.
+        storage: address of the tensor's storage, or "none".
     """
 
     alive = 0
@@ -59,7 +59,7 @@ class Parameter(Tensor):
 
 
 class Subclass(Tensor):
-    """A class of tensors that the library must not use."""
+    """A tensor subclass that the library must not use."""
 
     is_nested = property(lambda self: fail())
 
@@ -97,7 +97,7 @@ class Post:
 
 
 class Given:
-    """An argument that may hold a tensor of the call, like Fp8PerTensor."""
+    """An argument that may hold one of the call's tensors, like Fp8PerTensor."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -133,7 +133,7 @@ TABLE = (
 
 
 def missed(*arguments, **more):
-    """Replaces Python's dispatch, which C calls for all other calls."""
+    """Replaces Python's dispatch, to which C passes every call that it does not handle."""
     return "missed", arguments, more
 
 
@@ -156,12 +156,12 @@ class InterruptedByHandlerError(Exception):
 
 
 def interrupt(*arguments):
-    """Replaces Python code during which a signal handler raises."""
+    """Simulates Python code during which a signal handler raises."""
     raise InterruptedByHandlerError
 
 
 class Spec:
-    """A constant with a comparison in Python, during which a signal handler raises."""
+    """A constant compared by Python code, during which a signal handler raises."""
 
     def __eq__(self, other):
         interrupt()
@@ -170,7 +170,7 @@ class Spec:
 
 
 def raised_meanwhile(library, run, prepare, made_new, arguments):
-    """Checks that a handler's error is raised after Python has run the call."""
+    """Checks that a signal handler's error is raised only after Python has run the call."""
     calls = []
 
     def missed_call(**given):
@@ -198,7 +198,7 @@ def raised_meanwhile(library, run, prepare, made_new, arguments):
             calls.clear()
             error_of(InterruptedByHandlerError, call, given)
             assert calls == [given], name
-    # An error of the call itself comes first.
+    # An error of the call itself takes precedence.
     call, keep, *_ = library.allnorm_fast_call_new(
         *(run, 77, lambda **given: 1 // 0, failed, None, None, None, None, None)
     )
@@ -280,7 +280,7 @@ def main(path, size, *offsets):
         return tensors[0] is x
 
     def new(locked=True):
-        """The functions of a FastCall."""
+        """Returns a new FastCall's functions."""
         acquire, release = (lock.acquire, lock.release) if locked else (None, None)
         return library.allnorm_fast_call_new(
             run, 77, missed, failed, acquire, release, None, None, None
@@ -348,7 +348,7 @@ def main(path, size, *offsets):
             given = [x, residual, weight]
             given[place] = other
             assert not is_made(call, *given)
-    nowhere_at_all = Tensor(0, 0)  # as in the transforms of torch.func
+    nowhere_at_all = Tensor(0, 0)  # as under torch.func transforms
     assert not is_made(call, x, residual, nowhere_at_all)
     assert checked == [3]
     assert is_made(call, x, residual, Parameter(48))
@@ -374,7 +374,7 @@ def main(path, size, *offsets):
     checked.clear()
     made.clear()
 
-    # Results in given memory are those tensors; their memory must not overlap other tensors.
+    # Results in preallocated memory are the caller's tensors, which must not overlap others.
     into, keep_into, *_ = new()
     keep_into(prepare(((out_at, None, ()), made_new[1]), out=tensor))
     keep_into(
@@ -399,7 +399,7 @@ def main(path, size, *offsets):
     assert not is_made(into, out=other, residual_out=x)
     assert not is_made(into)
 
-    # Quantizing calls: a given scale, or memory for scales; normed rows that are not requested.
+    # Quantizing calls: with a given scale or memory for scales, and without normed rows.
     quantizing, keep_quantizing, *_ = new()
     unwanted = (out_at, None, ())
     results = ((quantized_at, empty, geometry), (3, None, ()), made_new[1], unwanted)
@@ -417,7 +417,7 @@ def main(path, size, *offsets):
     assert launches.seen[3:] == (got[3].address, got[2].address, _BASE + 128, _BASE + 160)
     for taken in (Tensor(120), Tensor(140), residual, Tensor(162)):
         assert not is_made(quantizing, **{**memory, "scale_out": taken})
-    # Arguments with parts, which are tensors of the call or constants.
+    # Arguments with parts, each one of the call's tensors or a constant.
     extended, keep_extended, *_ = new()
     parts = tuple(map(Tensor, (200, 216, 232, 248)))
 
@@ -439,7 +439,7 @@ def main(path, size, *offsets):
     del incomplete.bias
     assert not is_made(extended, **{**with_parts(*parts), "post": incomplete})
     del extended, keep_extended, parts, incomplete
-    # One result is returned as it is, not in a tuple.
+    # A single result is returned directly, not in a tuple.
     single, keep_single, *_ = new()
     keep_single(prepare(made_new[:1]))
     assert type(single(**arguments())) is Tensor
@@ -464,7 +464,7 @@ def main(path, size, *offsets):
     for gradients[:] in ([True], [False], [1]):
         assert (is_made(graded) is not None) == (gradients == [False])
     count += 1
-    # Versions of given results are incremented before the launch.
+    # The version counters of preallocated results are incremented before the launch.
     versions = []
     counted, keep_counted, *_ = new()
     keep_counted(
@@ -508,10 +508,10 @@ def main(path, size, *offsets):
             made.clear()
             checked.clear()
 
-    repeat(call)  # the interpreter allocates some objects on the first pass
+    repeat(call)  # on the first pass the interpreter allocates some objects
     gc.collect()
     alive, count = Tensor.alive, launches.count
-    # From 3.12 on, the last three are immortal, and their counts must not change.
+    # Since Python 3.12 the last three are immortal, so their counts must not change.
     tensors = (x, residual, weight)
     watched = (*tensors, *CONSTANTS.values(), geometry, prepared, missed, None, True, False)
     before = [sys.getrefcount(thing) for thing in watched]

@@ -1,8 +1,8 @@
-"""Runs the two ranks of a host of test_island_hosts.py, inside the host's namespaces.
+"""Runs the two ranks of one host of test_island_hosts.py, inside the host's namespaces.
 
     python island_host.py HOST MASTER_ADDRESS PORT INTERFACE SCENARIO
 
-Each rank prints its observations as a line of JSON.
+Each rank prints what it observed as a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 2.0
 
 
 def tell(found: dict[str, Any]) -> None:
-    """Prints a line in a single write, because two ranks share the pipe."""
+    """Prints a rank's observations in a single write, because two ranks share the pipe."""
     os.write(sys.stdout.fileno(), json.dumps(found).encode() + b"\n")
 
 

@@ -17,12 +17,12 @@ import time
 
 _TUN = pathlib.Path("/dev/net/tun")
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
-MTU = 16000  # large, because forwarding a packet takes Python some microseconds
-_MOST_BYTES = 8 << 20  # in flight in one direction; further packets are dropped, as by a switch
+MTU = 16000  # large, because Python takes a few microseconds to forward a packet
+_MOST_BYTES = 8 << 20  # in flight per direction; like a switch, drops packets beyond it
 
 
 def available() -> bool:
-    """Returns whether this process may create TUN devices."""
+    """Returns whether this process is allowed to create TUN devices."""
     return os.access(_TUN, os.R_OK | os.W_OK)
 
 
@@ -33,7 +33,7 @@ class _Direction:
         self._delay, self._bytes_per_second = delay, bytes_per_second
         self._packets: collections.deque[tuple[float, bytes]] = collections.deque()
         self._bytes = 0
-        self._sent = 0.0  # when the sender has sent the last packet
+        self._sent = 0.0  # when the sender will have sent the last packet
 
     def take(self, packet: bytes, now: float) -> None:
         if self._bytes + len(packet) > _MOST_BYTES:
@@ -54,7 +54,7 @@ class _Direction:
 
 
 class SlowLink:
-    """A link of two devices, one per namespace.
+    """A link between two devices, one in each namespace.
 
     Args:
         names: the devices' names.
@@ -77,7 +77,7 @@ class SlowLink:
         return device
 
     def close(self) -> None:
-        """Removes the devices."""
+        """Removes the link's devices."""
         os.write(self._end, b"x")
         self._thread.join()
         for descriptor in (*self._devices, self._over, self._end):

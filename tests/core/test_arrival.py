@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: processes, groups and worlds that come and go and share one store."""
+"""Tests the rendezvous of ranks whose processes, groups and worlds change but share one store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Died(BaseException):
 
 
 class MortalStore:
-    """The store of a simulated process that dies after a number of operations."""
+    """The store of a simulated process, which dies after a given number of operations."""
 
     def __init__(self, store: Any, operations: float, pauses: random.Random) -> None:
         self._store, self._left, self._pauses = store, operations, pauses
@@ -50,7 +50,7 @@ class MortalStore:
 
 
 class ThreadGroup:
-    """A process group whose ranks are threads of this test."""
+    """A process group whose ranks are threads of the test process."""
 
     group_name = "tp"
 
@@ -83,7 +83,7 @@ def run_ranks(functions: list[Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             results[rank] = functions[rank]()
-        except BaseException as error:  # noqa: BLE001 - the test shows it
+        except BaseException as error:  # noqa: BLE001 - the test reports it
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(len(functions))]
@@ -98,7 +98,7 @@ def run_ranks(functions: list[Any]) -> list[Any]:
 @pytest.mark.usefixtures("threads_are_ranks")
 @pytest.mark.parametrize("seed", range(12))
 def test_ranks_meet_in_spite_of_entries_of_earlier_ranks(seed: int) -> None:
-    """Processes die at any operation, time out, come late, and are replaced; then all meet."""
+    """Processes die at any operation, time out, arrive late and are replaced. Then all meet."""
     chosen = random.Random(seed)
     world_size, store = chosen.choice((2, 3, 4)), HashStore()
     store.set_timeout(datetime.timedelta(seconds=WAIT_SECONDS))
@@ -110,7 +110,7 @@ def test_ranks_meet_in_spite_of_entries_of_earlier_ranks(seed: int) -> None:
         group, lives = None, 0
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
-            if group is None:  # starts a new process, which has only the rank in common
+            if group is None:  # simulates a new process with the same rank
                 operations = own.choice((own.randrange(40), own.randrange(400), float("inf")))
                 group = ThreadGroup(MortalStore(store, operations, own), rank, world_size)
                 lives += 1
@@ -138,7 +138,7 @@ def test_ranks_meet_in_spite_of_entries_of_earlier_ranks(seed: int) -> None:
     for number, found in enumerate(results[0]):
         assert [value for _, value in found] == [(rank, number) for rank in range(world_size)]
         assert len({name for name, _ in found}) == 1
-    # Ranks that got a result of an aborted meeting got the same one.
+    # If an aborted meeting gave any ranks a result, it gave all of them the same one.
     assert all(len(founds) == 1 for founds in met.values()), met
     assert len(met) > 3
 
@@ -161,13 +161,13 @@ def test_meetings_leave_one_entry_per_rank(kind: str, tmp_path: Any) -> None:
 
     counts = run_ranks([lambda g=group: many(g) for group in groups])
     assert all(isinstance(count, int) for count in counts), counts
-    extra = 1 if kind == "file" else 0  # FileStore counts its users in a key of its own
+    extra = 1 if kind == "file" else 0  # FileStore counts its users in an additional key
     assert stores[0].num_keys() <= 3 + extra
 
 
 @pytest.mark.usefixtures("threads_are_ranks")
 def test_threads_of_a_rank_take_turns() -> None:
-    """If two threads create communicators of one group, all ranks pair them in the same order."""
+    """All ranks pair communicators alike if several threads create them for one group."""
     store = HashStore()
     groups = [ThreadGroup(store, rank, 2) for rank in range(2)]
     functions = [lambda g=group: meet(g, WAIT_SECONDS, g.rank) for group in groups * 4]
@@ -190,7 +190,7 @@ def workers() -> Iterator[worlds.Workers]:
 def make_pairs(store: Any, rank: int, world_size: int, name: str) -> str:
     worlds.join(store, rank, world_size, name, WAIT_SECONDS)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for _ in range(1 + rank // 2):  # the pairs make different numbers
+    for _ in range(1 + rank // 2):  # each pair creates a different number of communicators
         comm = allnorm.Communicator(groups[rank // 2], device="cpu", timeout=WAIT_SECONDS)
         worlds.check_calls(comm, random.Random(0))
     dist.barrier()
@@ -210,11 +210,11 @@ def make_four(store: Any, rank: int, world_size: int, name: str) -> list[str]:
 
 
 def test_groups_of_the_same_name_with_different_ranks(workers: worlds.Workers) -> None:
-    """A group of four ranks has the name that a group of two ranks had before."""
+    """Tests a group of four ranks with the name that a group of two ranks had earlier."""
     assert workers.run(range(4), make_pairs, "pairs") == ["1#1", "1#1", "2#2", "2#2"]
     workers.replace(3)
     assert workers.run(range(4), make_four, "four") == [["1#2", "1#3"]] * 4
-    # Numbers continue from the highest one of any rank, so that no name is used twice.
+    # Numbering continues from the highest number on any rank, so no name is reused.
     assert workers.run([3, 2, 1, 0], make_four, "again") == [["1#4", "1#5"]] * 4
 
 
@@ -249,7 +249,7 @@ def dies_before_the_next(
 def test_a_death_before_the_first_step(
     workers: worlds.Workers, islands: Any, own_store: str
 ) -> None:
-    """No rank waits for 600 s, because ranks that have met know each other's processes."""
+    """Checks that no rank waits 600 s: ranks that have met watch each other's processes."""
     results = workers.run(range(4), dies_before_the_next, "a", islands, own_store)
     assert results.pop() == "died"
     for result in results:
@@ -266,10 +266,10 @@ def test_a_death_before_the_first_step(
 
 def comes_and_dies(store: Any, rank: int, world_size: int, name: str) -> tuple[str, int, float]:
     worlds.join(store, rank, world_size, name, WAIT_SECONDS)
-    if rank == 0:  # dies after it has come, before it has met a peer
+    if rank == 0:  # dies after it has arrived, before it has met a peer
         threading.Timer(1.0, os._exit, (1,)).start()
     elif rank == 1:
-        time.sleep(3)  # comes after rank 0 has died
+        time.sleep(3)  # arrives after rank 0 has died
     start = time.monotonic()
     with pytest.raises(allnorm.AllnormError) as caught:
         allnorm.Communicator(device="cpu", timeout=8)
@@ -279,7 +279,7 @@ def comes_and_dies(store: Any, rank: int, world_size: int, name: str) -> tuple[s
 def test_the_first_rank_that_comes_dies(workers: worlds.Workers) -> None:
     died, late, waiting = workers.run(range(3), comes_and_dies, "b")
     assert died == "died"
-    # Rank 2 saw rank 0 alive. Rank 1 cannot tell its entry from that of an earlier group.
+    # Rank 2 saw rank 0 alive. Rank 1 cannot tell rank 0's entry from an earlier group's.
     assert waiting[1] == 0, waiting
     assert "has ended" in waiting[0], waiting
     assert "given up" in late[0] or "came as rank 0 and has ended" in late[0], late
@@ -407,7 +407,7 @@ def test_very_long_timeouts(workers: worlds.Workers) -> None:
 
 def is_a_different_user(store: Any, rank: int, world_size: int, name: str, islands: Any) -> str:
     worlds.join(store, rank, world_size, name, WAIT_SECONDS)
-    # Loads the library and every module now, because the second user may not read them.
+    # Loads the library and all modules now, because the second user has no permission to read them.
     allnorm.Communicator(device="cpu", timeout=WAIT_SECONDS, islands=islands).close()
     if rank:
         os.seteuid(65534)
@@ -419,7 +419,7 @@ def is_a_different_user(store: Any, rank: int, world_size: int, name: str, islan
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may start ranks as two users")
 @pytest.mark.parametrize("islands", ["auto", ((0,), (1,))], ids=["flat", "islands"])
 def test_ranks_of_two_users(workers: worlds.Workers, islands: Any) -> None:
-    """Neither a workspace nor the memory for announcements of islands can be opened."""
+    """The ranks can open neither a workspace nor the memory for the islands' announcements."""
     texts = workers.run([0, 1], is_a_different_user, "h", islands)
     for text in texts:
         assert "this process runs as user 65534: start all ranks as the same user" in text, texts

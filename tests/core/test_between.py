@@ -1,7 +1,7 @@
-"""Communicators, and the user's collectives, that share one process group in several threads.
+"""Tests communicators and user collectives that share one process group in multiple threads.
 
-The order of threads differs between ranks. Hence a communicator must not depend on any other
-traffic of its group.
+Threads run in a different order on each rank, so a communicator must not depend on any other
+traffic in its group.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def in_threads(bodies: Sequence[Callable[[], None]]) -> None:
 
 
 def check_rows(c: allnorm.Communicator, case: Case) -> None:
-    """Compares all_gather_rows with the ranks' rows."""
+    """Compares the result of all_gather_rows with the ranks' rows."""
     tokens = case.shape[0]
     rows = [case.but(sharded=False).x(rank) for rank in range(c.world_size)]
     bounds = [allnorm.reference.row_shard(tokens, c.world_size, q) for q in range(c.world_size)]
@@ -71,10 +71,10 @@ def check_rows(c: allnorm.Communicator, case: Case) -> None:
 def make_calls(
     c: allnorm.Communicator, algorithms: Sequence[str], number: int, count: int, pauses: Any
 ) -> None:
-    """Makes the calls that belong to `number`, equal on every rank, at times that differ."""
+    """Makes the same calls for `number` on every rank, but at different times."""
     order = random.Random(f"calls {number}")
     for call in range(count):
-        # With few shapes, rows of one communicator would fit where a different one expects rows.
+        # Since shapes are few, one communicator's rows could be taken for another's.
         case = order.choice(CASES).but(
             call=1000 * (number + 1) + call, algorithm=order.choice(algorithms)
         )
@@ -113,7 +113,7 @@ def test_threads_with_communicators_of_different_islands(rank: int, world_size: 
 def run_in_threads(
     rank: int, islands: Sequence[Any], algorithms: Sequence[str], count: int
 ) -> None:
-    """Creates a communicator per entry of `islands`, and makes its calls in its own thread."""
+    """Creates a communicator per entry of `islands`, each called from its own thread."""
     comms = [allnorm.Communicator(device=device(), islands=part, timeout=120) for part in islands]
     pauses = [random.Random(f"pauses {rank} {number}") for number in range(len(comms))]
     in_threads(
@@ -130,13 +130,13 @@ def run_in_threads(
 @on(cpu=(2,))
 @pytest.mark.parametrize(("islands", "algorithm"), [("auto", "unfused"), (APART, "auto")])
 def test_collectives_of_the_user(rank: int, world_size: int, islands: Any, algorithm: str) -> None:
-    """Runs the user's collectives in a thread and asynchronously, over the same group."""
+    """Runs user collectives on the same group, both in a thread and asynchronously."""
     c = allnorm.Communicator(device=device(), islands=islands, timeout=120)
     pauses = random.Random(rank)
 
     def own() -> None:
         for number in range(80):
-            # As many bytes as a call's rows, which could be mistaken for them.
+            # The same size in bytes as a call's rows, so it could be mistaken for them.
             given = torch.full((7 * 96,), float(number + rank), device=device())
             gathered = torch.empty(world_size * given.numel(), device=device())
             dist.all_gather_into_tensor(gathered, given)
@@ -150,7 +150,7 @@ def test_collectives_of_the_user(rank: int, world_size: int, islands: Any, algor
             time.sleep(pauses.random() * 2e-3)
 
     in_threads([own, calls])
-    # One rank starts the collective before the call, the other one after it.
+    # One rank starts the collective before the call, the other rank after it.
     for number in range(6):
         held = torch.full((7 * 96,), float(rank), device=device())
         work = None
@@ -166,7 +166,7 @@ def test_collectives_of_the_user(rank: int, world_size: int, islands: Any, algor
 
 @on(cpu=(2,))
 def test_threads_with_a_group_each(rank: int, world_size: int) -> None:
-    """Two threads create the communicators of two groups, in an order that differs by rank."""
+    """Two threads create communicators for two groups, in a different order on each rank."""
     groups = [dist.new_group(range(world_size)) for _ in range(2)]
     with mock.patch.dict(os.environ, {"ALLNORM_TIMEOUT_SECONDS": "20"}):
 
@@ -200,7 +200,7 @@ def make_at_the_same_time(rank: int, world_size: int) -> list[str]:
 
 @on(cpu=(2,))
 def test_threads_that_make_communicators_of_one_group(pool: RankPool) -> None:
-    """Creation is refused, because ranks could pair communicators of different threads."""
+    """Creation must fail, because ranks could pair communicators of different threads."""
     found = pool.run(make_at_the_same_time)
     for seen in found:
         assert any("two threads of this process" in text for text in seen), found
@@ -235,13 +235,13 @@ def test_a_rank_that_cannot_connect_is_named_by_all(rank: int, world_size: int) 
         assert time.monotonic() - start < 30
     assert "rank 1: OSError: no more file descriptors" in str(caught.value)
     assert "Nothing was computed" in str(caught.value)
-    case.check(c)  # ranks are in step, and connect again
+    case.check(c)  # the ranks are in step again and reconnect
     c.check()
     c.close()
 
 
 def interrupted_connecting(rank: int, world_size: int, how: str) -> tuple[str, int]:
-    """Stops rank 1 in its first unfused call; returns this rank's error."""
+    """Stops rank 1 during its first unfused call, and returns this rank's error."""
     timeout = 3.0 if how == "stands still" else 120.0
     c = allnorm.Communicator(device=device(), timeout=timeout)
     case = CASES[1].but(algorithm="unfused")
@@ -275,7 +275,7 @@ def test_a_rank_that_dies_while_it_connects(pool: RankPool) -> None:
 
 @on(cpu=(3,))
 def test_a_rank_that_stands_still_while_it_connects(pool: RankPool) -> None:
-    """No rank can tell which one is late, so the timeout of allnorm or of gloo ends the wait."""
+    """No rank can tell which rank is late, so allnorm's or gloo's timeout ends the wait."""
     found = pool.run(interrupted_connecting, "stands still")
     kinds = {"PeerTimeoutError", "PeerLeftError", "AllnormError"}
     assert {kind for kind, _ in found} <= kinds, found
@@ -292,7 +292,7 @@ def test_a_communicator_that_is_closed_while_it_connects(pool: RankPool) -> None
 
 
 def cross(rank: int, world_size: int, how: str, algorithm: str) -> list[str]:
-    """Lets three threads use one communicator at the same time; returns the errors."""
+    """Uses one communicator from three threads at the same time; returns the errors."""
     islands = APART if algorithm == "hierarchical" else "auto"
     c = allnorm.Communicator(device=device(), islands=islands, timeout=120)
     pauses = random.Random(rank)

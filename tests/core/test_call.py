@@ -1,4 +1,4 @@
-"""The description of a call: all interfaces have the same fields."""
+"""Tests the description of a call: all interfaces have the same fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_runner_runs_the_call_of_its_fields() -> None:
 
 
 def test_every_tensor_of_a_call_is_known_by_name() -> None:
-    """PARTS, INPUTS, MEMORY and the properties of a Call name the same tensors."""
+    """Checks that PARTS, INPUTS, MEMORY and the properties of Call name the same tensors."""
     kinds = [(kind, parts) for kinds in PARTS.values() for kind, parts in kinds.items()]
     inner = {place for _, parts in kinds for place in parts.values() if place is not None}
     assert inner | {"residual", "weight", *MEMORY} == {*INPUTS, *MEMORY}
@@ -57,7 +57,7 @@ def test_every_tensor_of_a_call_is_known_by_name() -> None:
 
 
 def test_constants_distinguish_calls() -> None:
-    """Constants depend on every field that is not a tensor, and on no tensor."""
+    """Checks that the constants depend on every field that is not a tensor, and on no tensor."""
     base: dict[str, Any] = {"op": "all_reduce_add_rms_norm_quant", "source": X}
     changes: tuple[dict[str, Any], ...] = (
         *({"quant": quant} for quant in QUANTS),
@@ -80,7 +80,7 @@ def test_constants_distinguish_calls() -> None:
 
 
 def test_the_library_takes_the_table() -> None:
-    """csrc/python knows each tensor, under the keyword or in the part that holds it."""
+    """Checks that csrc/python can find each tensor, by its keyword or in the part that holds it."""
     table = fast_call.keywords()
     assert tuple(name for name, *_ in table) == KEYWORDS
     places = [place for _, _, place, _ in table if place is not None]
@@ -108,7 +108,7 @@ def test_functions_have_the_parameters_of_methods(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("update", [False, True])
 def test_operator_arguments_preserve_a_call(name: str, update: bool) -> None:
-    """Converting a Call to arguments of an operator and back loses nothing."""
+    """Checks that converting a Call to operator arguments and back loses nothing."""
     row = OPERATORS[name]
     specs = QUANTS if row.is_quantized else (None,)
     for quant in specs:

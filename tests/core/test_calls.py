@@ -1,4 +1,4 @@
-"""Compares all bits of all kinds of calls: the table of corner cases, and random calls."""
+"""Compares the results of all kinds of calls bit by bit: corner cases and random calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _pieces(c: Any, case: Case) -> int:
 
 
 def corners() -> list[Any]:
-    """Returns the parameters of a test per corner and world size."""
+    """Returns test parameters for each corner case and world size."""
     return [
         pytest.param(
             (kind, size),
@@ -86,7 +86,7 @@ def random_cases(rng: random.Random, islands: Any = None, widths: Any = (*WIDTHS
 
 
 def check_random(rank: int, world_size: int, count: int, seed: int, islands: Any) -> None:
-    """Runs random calls without barriers; each rank pauses at different times."""
+    """Runs random calls without barriers, with pauses at different times on each rank."""
     c = comm(islands="auto" if islands is None else islands)
     cases, own = random_cases(random.Random(seed), islands), random.Random(rank)
 
@@ -111,10 +111,10 @@ def test_random_calls_over_islands(pool: RankPool, islands: Any) -> None:
 
 
 def check_drawn(rank: int, world_size: int, case: Case) -> list[str]:
-    """Returns what is wrong, so that hypothesis can go on with the same processes."""
+    """Returns errors instead of raising, so that hypothesis can reuse the same processes."""
     try:
         return run_cases(comm(workspace_bytes=128 << 10), [case])[1]
-    except Exception as error:  # noqa: BLE001 - the parent fails with it
+    except Exception as error:  # noqa: BLE001 - the parent raises it
         return [f"{type(error).__name__}: {error}"]
 
 
@@ -127,12 +127,12 @@ def check_drawn(rank: int, world_size: int, case: Case) -> list[str]:
 )
 @given(rng=st.randoms(), width=st.integers(1, 700))
 def test_failing_calls_are_shrunk(pools: Pools, rng: random.Random, width: int) -> None:
-    """Hypothesis draws calls by the generator, and shrinks those that fail."""
+    """Hypothesis draws calls from the generator and shrinks failing ones."""
     case = random_cases(rng, widths=(width,)).draw_any()
     assert pools.get("cpu", 2).run(check_drawn, case) == [[], []]
 
 
-# ---- properties of several calls -----------------------------------------------------------------
+# ---- properties of multiple calls ----------------------------------------------------------------
 
 
 ALONE = [Case((37, w), numerics=mode) for w in (4096, 2880, 136, 7) for mode in MODES]
@@ -167,7 +167,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(rank: int, world_size: int, case:
 @on(cpu=(2, 3), gpu=(2, 8))
 @pytest.mark.parametrize("first_op", [2**31 - 9, 2**32 - 9])
 def test_operation_counter_wraps(rank: int, world_size: int, first_op: int) -> None:
-    """Signed comparisons overflow at 2**31, the number itself wraps at 2**32."""
+    """Tests operation numbers around 2**31 (signed comparisons overflow) and 2**32 (they wrap)."""
     c = comm(first_op=first_op)
     cases = [Case((3, 256), algorithm=name, call=n) for n in range(12) for name in AUTO[1:3]]
     assert_right(*run_cases(c, cases))
@@ -175,9 +175,9 @@ def test_operation_counter_wraps(rank: int, world_size: int, first_op: int) -> N
 
 @on(cpu=(2,), gpu=(2,))
 def test_every_mean_square(rank: int, world_size: int) -> None:
-    """The exchange kernels multiply where the local kernel divides; both must round alike.
+    """Checks that exchange kernels, which multiply, round like the local kernel, which divides.
 
-    x is (a, b, 0, 0). Small b adds zero, one or two units in the last place to the square of a.
+    x is (a, b, 0, 0). A small b adds zero, one or two units in the last place to a squared.
     """
     c = comm()
     chunk, step = (1 << 20, 1) if device().type == "cuda" else (1 << 14, 509)

@@ -1,6 +1,6 @@
-"""One rank changes a field of its call: every rank raises an error, or results are right.
+"""Tests calls with a field changed on one rank: all ranks raise, or the results are correct.
 
-`TOGGLES` changes every field of a Call. The fields that ranks compare are those of the C call.
+`TOGGLES` has changes of every field of a Call. Ranks compare the fields of the C call.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ALONE, PAIRS = ((0,), (1,)), ((0, 1), (2, 3))
 
 
 class Toggle(NamedTuple):
-    """A change of a call on the last rank.
+    """A change that the last rank makes to a call.
 
     Attributes:
-        text: what every rank's error must contain; empty if results must be right.
-        base: changed fields of the Case on all ranks.
-        change: further changed fields on the last rank.
-        more: returns further arguments of the method on the last rank.
+        text: text that every rank's error must contain; empty if the results must be correct.
+        base: fields of the Case to change on all ranks.
+        change: further fields to change on the last rank.
+        more: function that returns further method arguments on the last rank.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Toggle(NamedTuple):
 
 
 def memory_for(number: int, name: str) -> Callable[[Case, allnorm.Communicator], dict[str, Any]]:
-    """Returns memory like that of result `number`, as the argument `name`."""
+    """Returns a function that allocates memory for result `number`, as the argument `name`."""
 
     def made(case: Case, c: allnorm.Communicator) -> dict[str, Any]:
         want = case.expected(c.world_size, c.islands)[number]
@@ -81,7 +81,7 @@ EXPERTS = {"experts": Experts()}
 TOGGLES: dict[str, list[Toggle]] = {
     "x": [
         Toggle("num_tokens is", change={"shape": (4, 64)}),
-        Toggle("num_tokens is", change={"shape": (10, 32)}),  # as many bytes
+        Toggle("num_tokens is", change={"shape": (10, 32)}),  # the same size in bytes
         Toggle("hidden_size is", change={"shape": (5, 32)}),
         Toggle("dtype is", change={"dtype": torch.float16}),
     ],
@@ -146,7 +146,7 @@ TOGGLES: dict[str, list[Toggle]] = {
         Toggle("layout of the scales is", {"quant": ROWS}, {"quant": MX}),
         Toggle("layout of the scales is", {"quant": NV}, {"quant": NV_ROWS}),
         Toggle("layout of the scales is", {"quant": NV_ROWS}, {"quant": NV}),
-        # Only the layout of the scales in memory differs, not their shape and values.
+        # Only the memory layout of the scales differs, not their shape or values.
         Toggle("", GROUPS, {"quant": allnorm.Fp8PerGroup(32, "column_major")}),
         Toggle("", GROUPS, {"quant": allnorm.Fp8PerGroup(32, "column_major_tma")}),
     ],
@@ -174,13 +174,13 @@ OTHERS_OVER_ISLANDS = {"unfused": ("hierarchical", "unfused"), "hierarchical": (
 
 
 def test_every_field_of_a_call_is_toggled() -> None:
-    """Every part counts if an argument has parts."""
+    """If an argument has parts, each part needs a toggle too."""
     parts = {*INPUTS, "experts", "post_eps", "post_weight_bias"}
     assert set(TOGGLES) == {*KEYWORDS, *parts} - {"source", "post_norm"}
 
 
 def calls_of(field: str, toggle: Toggle, base: Case, last: bool, c: allnorm.Communicator) -> Any:
-    """Returns this rank's case and further arguments; None if the toggle does not apply."""
+    """Returns this rank's case and further arguments, or None if the toggle does not apply."""
     case = base.but(**toggle.base)
     if field == "algorithm":
         others = OTHERS if len(c.islands) == 1 else OTHERS_OVER_ISLANDS
@@ -198,10 +198,10 @@ def calls_of(field: str, toggle: Toggle, base: Case, last: bool, c: allnorm.Comm
 def diverge(
     rank: int, world_size: int, field: str, algorithm: str, sharded: bool, islands: Any
 ) -> list[str | None]:
-    """Runs every toggle of a field.
+    """Runs each of a field's toggles.
 
     Returns:
-        Per toggle an error message, "results", or None if it does not apply.
+        For each toggle, an error message, "results", or None if the toggle does not apply.
     """
     last = world_size - 1
     base = Case(SHAPE, algorithm=algorithm, sharded=sharded)
@@ -214,7 +214,7 @@ def diverge(
                 continue
             case, more = mine
             if field == "num_tokens":
-                if algorithm == "one_shot":  # it gathers no rows
+                if algorithm == "one_shot":  # one_shot cannot gather rows
                     outcomes.append(None)
                     continue
                 num_tokens = SHAPE[0] + (rank == last)
@@ -274,7 +274,7 @@ def test_a_field_changed_by_one_rank_over_islands(
 
 @on(cpu=(2, 3))
 def test_an_announcement_is_not_mistaken_for_rows(rank: int, world_size: int) -> None:
-    """The last rank gathers rows that have the shape of an announcement."""
+    """The last rank gathers rows of the same shape as an announcement."""
     with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
         rows, x = torch.ones(1, 2 * channel.WORDS), torch.ones(8, 64)
         gather = rank == world_size - 1
@@ -317,7 +317,7 @@ def test_every_field_of_the_c_call_is_compared_or_local() -> None:
 
 
 def test_a_new_field_is_compared() -> None:
-    """The module `announcement` need not be changed for it."""
+    """Adds a field to the C call; the module `announcement` must pick it up unchanged."""
     script = (
         "import ctypes\n"
         "from allnorm.core import _native\n"
@@ -333,7 +333,7 @@ def test_a_new_field_is_compared() -> None:
 
 @pytest.mark.parametrize("field", announcement.FIELDS)
 def test_a_differing_word_is_named(field: str) -> None:
-    """Errors name a field, by its name in C if it has no other."""
+    """Errors name the differing field, by its C name if it has no Python name."""
     mine = announced()
     changed = list(mine.words)
     place = announcement.FIELDS.index(field)

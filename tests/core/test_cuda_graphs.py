@@ -1,4 +1,4 @@
-"""CUDA graphs: replays with new inputs, in any order, with eager calls between them."""
+"""Tests CUDA graphs replayed with new inputs, in any order, with eager calls in between."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def capture(call: Callable[[], Any], warmups: int = 0) -> tuple[torch.cuda.CUDAG
     return graph, results
 
 
-# When a node begins, by the port of its predecessor and the type of the edge (1: programmatic).
+# Maps the predecessor's port and the edge type (1: programmatic) to when a node begins.
 _BEGINS = {(0, 0): "ended", (1, 1): "triggered", (2, 1): "begun"}
 
 
@@ -41,9 +41,9 @@ class KernelNode(NamedTuple):
     Attributes:
         name: the kernel's name.
         before: handles of the preceding nodes.
-        begins: the event of the preceding kernel after which this one may begin: it has "ended",
-            "triggered" its dependents, or "begun". With several predecessors, the one that triggers
-            counts.
+        begins: what the preceding kernel must have done before this one can begin: "ended",
+            "triggered" its dependents, or "begun". With multiple predecessors, the one that
+            triggers counts.
     """
 
     name: str
@@ -52,7 +52,7 @@ class KernelNode(NamedTuple):
 
 
 def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
-    """Returns the kernels of a graph by handle, in capture order; it needs keep_graph=True."""
+    """Returns a graph's kernels by handle, in capture order. Requires keep_graph=True."""
     cuda = ctypes.CDLL("libcuda.so.1")
 
     def ask(function: str, *arguments: Any) -> None:
@@ -78,7 +78,7 @@ def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
         ask("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), params)
         name = ctypes.c_char_p()
         ask("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params[0]))
-        # An edge has 8 bytes: the port of the node before, that of this one, its type.
+        # An edge has 8 bytes: the predecessor's port, this node's port, the edge type.
         before, (edges,) = handles(
             "cuGraphNodeGetDependencies_v2", node, lambda n: ctypes.create_string_buffer(8 * n + 1)
         )
@@ -89,7 +89,7 @@ def kernel_nodes(graph: torch.cuda.CUDAGraph) -> dict[int, KernelNode]:
 
 
 def snapshot(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a copy of a tensor with its whole storage, including memory after the last row."""
+    """Copies a tensor with its whole storage, including memory after the last row."""
     if tensor is None:
         return None
     storage = tensor.untyped_storage().clone()
@@ -98,7 +98,7 @@ def snapshot(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Site:
-    """A captured call with static inputs, which each replay overwrites."""
+    """A captured call with static inputs, which are overwritten before each replay."""
 
     def __init__(self, c: allnorm.Communicator, case: Case, warmups: int = 0) -> None:
         self.c, self.case = c, case
@@ -108,7 +108,7 @@ class Site:
         )
 
     def replay(self, call: int) -> tuple[Case, *tuple[torch.Tensor | None, ...]]:
-        """Replays with the inputs of `call`; returns copies of the results, unsynchronized."""
+        """Replays with the inputs of `call`; copies the results without synchronizing."""
         case = self.case.but(call=call)
         self.x.copy_(case.x(self.c.rank))
         if case.residual:
@@ -140,9 +140,9 @@ def test_replay_with_new_inputs(rank: int, world_size: int) -> None:
 
 @on(gpu=[1, 2])
 def test_calls_begin_early(rank: int, world_size: int) -> None:
-    """Calls begin before the preceding kernel has ended.
+    """Checks that calls begin before the preceding kernel has ended.
 
-    After a call of allnorm, and after a dependent launch, a call is a dependent launch itself.
+    After an allnorm call or a dependent launch, a call is itself a dependent launch.
     """
     c = comm()
     residual, weight = (torch.zeros(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (16, 1))
@@ -181,7 +181,7 @@ def test_calls_begin_early(rank: int, world_size: int) -> None:
 
 @on(gpu=range(2, 9))
 def test_replays_of_quantized_and_sharded_calls(rank: int, world_size: int) -> None:
-    """Replays quantizing and sharded calls, with eager calls of different shapes between."""
+    """Replays quantizing and sharded calls, with eager calls of other shapes in between."""
     c = comm()
     sites = [
         Site(c, Case((tokens, 2944), quant=spec, sharded=sharded, algorithm=algorithm), warmups=1)
@@ -207,7 +207,7 @@ def test_replays_of_quantized_and_sharded_calls(rank: int, world_size: int) -> N
 
 @on(gpu=(2, 3, 8))
 def test_a_given_scale_may_change_between_replays(rank: int, world_size: int) -> None:
-    """A replay reads the current scale. The graph also gathers a sharded residual."""
+    """Checks that a replay reads the current scale. The graph also gathers a sharded residual."""
     c = comm()
     case = Case((21, 1024), sharded=True)
     x, a = case.x(rank), case.call_arguments(c)
@@ -232,7 +232,7 @@ def test_a_given_scale_may_change_between_replays(rank: int, world_size: int) ->
 
 @on(gpu=(2, 8))
 def test_first_replay_and_replay_after_idling(rank: int, world_size: int) -> None:
-    """Incidents 7 and 13: there is no earlier eager call, and ranks idle between replays."""
+    """Tests incidents 7 and 13: no earlier eager call, and ranks that idle between replays."""
     with allnorm.Communicator(device=device()) as c:
         site = Site(c, Case((4, 4096)))
         for call, idle_seconds in enumerate((0.0, 1.0, 0.0)):
@@ -244,7 +244,7 @@ def test_first_replay_and_replay_after_idling(rank: int, world_size: int) -> Non
 @on(gpu=(2, 4, 8))
 @pytest.mark.parametrize("early_trigger", [True, False], ids=["early", "late"])
 def test_chains_of_dependent_calls(rank: int, world_size: int, early_trigger: bool) -> None:
-    """Each call reads results of the previous one, so that early reads show (incident 15)."""
+    """Each call reads the previous call's results, so an early read shows (incident 15)."""
     c, length = comm(early_trigger=early_trigger), 50
     shapes = (("one_shot", 1), ("one_shot", 16), ("two_shot", 64), ("two_shot", 300), ("auto", 3))
     for algorithm, tokens in shapes:
@@ -280,7 +280,7 @@ def test_chains_of_dependent_calls(rank: int, world_size: int, early_trigger: bo
 
 @on(gpu=(2, 8))
 def test_changing_streams(rank: int, world_size: int) -> None:
-    """A communicator orders its calls on different streams (incident 11)."""
+    """Checks that a communicator orders its calls on different streams (incident 11)."""
     c = comm()
     side = [torch.cuda.Stream() for _ in range(2)]
     pending = []
@@ -298,7 +298,7 @@ def test_changing_streams(rank: int, world_size: int) -> None:
 
 @on(gpu=(2, 4))
 def test_graphs_after_close(rank: int, world_size: int) -> None:
-    """Memory that graphs use stays valid while other communicators are created and closed."""
+    """Checks that graphs' memory stays valid while other communicators come and go."""
     for _ in range(3):
         c = allnorm.Communicator(timeout=20, workspace_bytes=8 << 20)
         sites = [
@@ -318,7 +318,7 @@ def test_graphs_after_close(rank: int, world_size: int) -> None:
 @on(gpu=[2])
 @pytest.mark.own_gpus  # NCCL broadcasts the weight
 def test_reduce_overhead(rank: int, world_size: int) -> None:
-    """torch.compile captures all calls in its CUDA graph trees and replays them with new inputs."""
+    """Captures all calls in torch.compile's CUDA graph trees; replays them with new inputs."""
     import torch._dynamo.utils as dynamo_utils
 
     torch._dynamo.reset()

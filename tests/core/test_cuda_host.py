@@ -1,4 +1,4 @@
-"""The Python host code of CUDA, without a GPU: failed communicators, streams, graphs."""
+"""Tests the Python host code for CUDA without a GPU: failed communicators, streams, graphs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_peers_name_the_rank_that_could_not_launch() -> None:
 def test_streams_of_torch_last(
     monkeypatch: pytest.MonkeyPatch, stream_id: int, lasts: bool
 ) -> None:
-    """The ID of an external stream is its handle, and its creator may destroy it."""
+    """An external stream's ID is its handle, and its creator may destroy the stream."""
     current = SimpleNamespace(cuda_stream=0x7F00, stream_id=stream_id)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     library = Library()
@@ -88,7 +88,7 @@ def test_streams_of_torch_last(
     made._note_stream(0x7F00)
     assert library.lasting == ([0x7F00] if lasts else [])
     assert made._streams == {None, 0x7F00}
-    # This is not the current stream, so nothing is known about its lifetime.
+    # 0x9900 is not the current stream, so nothing is known about its lifetime.
     made._note_stream(0x9900)
     assert library.lasting == ([0x7F00] if lasts else [])
 

@@ -1,4 +1,4 @@
-"""Wrong arguments: clear errors, the same on every rank, and the communicator stays usable."""
+"""Tests invalid arguments: all ranks raise the same clear error, and calls still work."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ EITHER = (TypeError, ValueError)
 UNSUPPORTED = allnorm.UnsupportedError
 META = "meta"
 
-# name: (error types, words of the message, change). A name begins with an argument, which the
-# message must contain too. The change takes the arguments of a valid call, and returns the wrong
-# value of that argument, or several arguments by name.
+# name: (error types, words in the message, change). A name begins with an argument name, which
+# the message must contain too. The change takes the arguments of a valid call, and returns an
+# invalid value for that argument, or a dict of multiple arguments.
 Row = tuple[Any, tuple[str, ...], Callable[[dict[str, Any]], Any]]
 
 
 def every_second(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with the shape of the given one, whose last dimension has gaps."""
+    """Returns a tensor of the same shape with gaps in its last dimension."""
     return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
@@ -106,7 +106,7 @@ def scales(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def in_one_place(a: dict[str, Any], what: str) -> dict[str, Any]:
-    """Returns memory for quantized rows that overlaps the argument `what`."""
+    """Returns memory for quantized rows that overlaps the argument named `what`."""
     memory = torch.zeros(8 * H, dtype=torch.uint8, device=a["x"].device)
     scale = memory.view(torch.float32)
     out = {"quantized_out": memory[: 4 * H].view(FP8).view(4, H)}
@@ -236,7 +236,7 @@ def good_arguments() -> dict[str, Any]:
 
 
 def refused(name: str, row: Row, call: Callable[..., Any], good: dict[str, Any]) -> str:
-    """Makes the wrong call of a row; returns the error's text."""
+    """Makes the invalid call that a row describes; returns the error message."""
     error, words, change = row
     argument = name.split()[0]
     value = change(good)
@@ -250,7 +250,7 @@ def refused(name: str, row: Row, call: Callable[..., Any], good: dict[str, Any])
 @on(cpu=(1, 2, 3), gpu=(1, 2))
 @pytest.mark.parametrize("quantized", [False, True])
 def test_every_refusal(rank: int, world_size: int, quantized: bool) -> None:
-    """All ranks refuse by the same message. A valid call follows each refused one."""
+    """All ranks must raise the same message. A valid call follows each invalid one."""
     c, quant = comm(), allnorm.Fp8PerGroup(16) if quantized else None
     more = {"quant": quant} if quantized else {}
     call = c.all_reduce_add_rms_norm_quant if quantized else c.all_reduce_add_rms_norm
@@ -262,7 +262,7 @@ def test_every_refusal(rank: int, world_size: int, quantized: bool) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_refusals_after_success(rank: int, world_size: int) -> None:
-    """Prepared calls do not change how similar wrong calls are refused."""
+    """Checks that invalid calls are refused even after a similar valid call is prepared."""
     c = comm()
     for algorithm, (name, row) in itertools.product(ALGORITHMS, FUSED.items()):
         if name.startswith("algorithm"):
@@ -327,7 +327,7 @@ def test_tensors_of_a_different_gpu(rank: int, world_size: int) -> None:
 
 @on(gpu=(2, 8))
 def test_hidden_size_not_divisible_by_a_pack(rank: int, world_size: int) -> None:
-    """A requested algorithm is refused; the default is "unfused", with the same bits."""
+    """Requesting an algorithm raises; the default is "unfused", with bit-identical results."""
     c, widths = comm(), ((torch.bfloat16, 4095), (torch.float16, 12), (torch.float32, 6))
     for (dtype, width), quant, sharded in itertools.product(
         widths, (None, allnorm.Fp8PerToken()), (False, True)

@@ -1,4 +1,4 @@
-"""Repeated calls, which C dispatches: correct bits, and no call is mistaken for a different one."""
+"""Tests repeated calls, which C dispatches: bits are right, and no call is taken for another."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refuse(*args: Any) -> Any:
 
 
 def only_c(c: allnorm.Communicator, number: int = 2) -> Any:
-    """Makes Python refuse calls, from the third one of a kind on (`number` 2)."""
+    """Makes Python's dispatch raise from the third call of a kind on (`number` 2)."""
     if number < 2:
         return contextlib.nullcontext()
     return mock.patch.object(c._endpoint.dispatcher, "_find", refuse)
@@ -94,7 +94,7 @@ def as_call(case: Case, rank: int) -> Call:
 
 
 def run_in_c(c: allnorm.Communicator, call: Call) -> Any:
-    """Returns the results of a call; None if C left it to Python."""
+    """Returns the results of a call, or None if C left the call to Python."""
     with mock.patch.object(c._endpoint.dispatcher, "run", return_value=None):
         return c._dispatcher.call(**fields(call))
 
@@ -106,11 +106,11 @@ def fields(call: Call) -> dict[str, Any]:
 @needs_library
 @on(cpu=(1, 2, 3), gpu=(1, 2))
 def test_repeated_calls(rank: int, world_size: int) -> None:
-    """Repeats calls with different values at different addresses."""
+    """Repeats calls with new values at new addresses."""
     c = comm()
     for case in REPEATED:
         if world_size == 1 and case.algorithm == "two_shot":
-            continue  # one rank exchanges nothing
+            continue  # a single rank exchanges nothing
         for _ in range(2):
             case.check(c)
         with only_c(c):
@@ -120,7 +120,7 @@ def test_repeated_calls(rank: int, world_size: int) -> None:
                 results = other.method(c)(other.x(rank), **other.call_arguments(c))
                 other.compare(c, *results)
                 kept.append(results)
-        static = isinstance(case.quant, allnorm.Fp8PerTensor)  # then the scale is the caller's
+        static = isinstance(case.quant, allnorm.Fp8PerTensor)  # then the caller owns the scale
         new = [t for results in kept for i, t in enumerate(results) if not (static and i == 1)]
         addresses = [t.data_ptr() for t in new if t is not None]
         assert len(set(addresses)) == len(addresses), "results of two calls share memory"
@@ -132,7 +132,7 @@ def test_repeated_calls(rank: int, world_size: int) -> None:
 @needs_library
 @on(cpu=(2,), gpu=(2,))
 def test_repeated_calls_in_other_modes(rank: int, world_size: int) -> None:
-    """Engines call in several modes of autograd, with parameters as weights."""
+    """Engines make calls under different autograd modes, with nn.Parameters as weights."""
     case = BASE.but(shape=(5, 2944))
     weight = torch.nn.Parameter(case.weight())
     modes = (torch.inference_mode, contextlib.nullcontext, torch.no_grad)
@@ -183,7 +183,7 @@ def test_calls_that_python_dispatches(rank: int, world_size: int) -> None:
 
 
 def others(rank: int) -> Iterator[tuple[str, Call]]:
-    """Yields calls that differ from the call of BASE in one field, with a name for each."""
+    """Yields a name and a call for each field in which a call can differ from BASE."""
     call = as_call(BASE, rank)
     x = call.x
     wide = torch.zeros(3, 2 * 4096, dtype=x.dtype, device=x.device)
@@ -237,7 +237,7 @@ def test_only_equal_calls_are_recognized(rank: int, world_size: int) -> None:
     assert type(run_in_c(c, same)) is tuple
     for name, call in others(rank):
         assert run_in_c(c, call) is None, name
-    # Values are equal, but in different objects.
+    # The values are equal, but are different objects.
     equal = replace(
         same,
         source=same.x.clone(),
@@ -262,7 +262,7 @@ def test_only_equal_calls_are_recognized(rank: int, world_size: int) -> None:
 
 
 def given(rank: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields new arguments of BASE with memory for its results, in several layouts."""
+    """Yields new arguments for BASE with memory for the results, in different layouts."""
     call = as_call(BASE, rank)
     x, residual, weight = call.x, call.residual, call.weight
     inputs = {"x": x, "residual": residual, "weight": weight, "eps": BASE.eps}
@@ -312,7 +312,7 @@ def test_repeated_calls_into_given_memory(rank: int, world_size: int) -> None:
 @needs_library
 @on(cpu=(2,), gpu=(2,))
 def test_many_kinds_of_calls(rank: int, world_size: int) -> None:
-    """Alternates one call with more kinds than C keeps; the one call stays prepared."""
+    """Alternates one call with more kinds of calls than C caches; it must stay prepared."""
     c = comm()
     cases = [BASE.but(shape=(rows, 1024)) for rows in range(1, 13)]
     for turn in range(3):
@@ -354,7 +354,7 @@ def test_a_repeated_call_raises_if_a_peer_is_missing(rank: int, world_size: int)
 @needs_library
 @on(cpu=(2,), gpu=(2,))
 def test_references(rank: int, world_size: int) -> None:
-    """C neither keeps references to a call's arguments nor releases one twice."""
+    """Checks that C neither keeps references to arguments nor releases any of them twice."""
     c = comm()
     call = as_call(BASE.but(quant=allnorm.Fp8PerGroup(128)), rank)
     for _ in range(3):
@@ -370,7 +370,7 @@ def test_references(rank: int, world_size: int) -> None:
         assert all(dispatcher.call(**fields(other)) is None for other in others)
     del dispatcher.run, others
     after = [sys.getrefcount(thing) for thing in watched]
-    # Other code references some of them too, but not as often as a thousand calls would.
+    # Other code references some of them too, but far less than a thousand leaks would.
     assert all(abs(a - b) < 50 for a, b in zip(after, before, strict=True)), (before, after)
     results = run_in_c(c, call)
     alive = [weakref.ref(result) for result in results if result is not None]
@@ -381,14 +381,14 @@ def test_references(rank: int, world_size: int) -> None:
 
 @functools.cache
 def interpreters() -> dict[int, str]:
-    """Returns every supported CPython of this machine by minor version."""
+    """Returns all supported CPython interpreters on this machine, keyed by minor version."""
     return script("tools/pythons.py").pythons()
 
 
 @needs_library
 @pytest.mark.parametrize("minor", [None, *range(11, 16)])
 def test_any_interpreter(minor: int | None) -> None:
-    """One library works under all versions of CPython, which count references differently."""
+    """Tests one library with all CPython versions, which count references differently."""
     interpreter = sys.executable if minor is None else interpreters().get(minor)
     if interpreter is None:
         pytest.skip(f"no Python 3.{minor} on this machine")
@@ -417,7 +417,7 @@ def test_any_interpreter(minor: int | None) -> None:
 @needs_library
 @on(cpu=(2,))
 def test_communicators_leave_nothing(rank: int, world_size: int) -> None:
-    """Deleted communicators free their prepared calls."""
+    """Checks that deleted communicators free their prepared calls."""
     for _ in range(2):
         with allnorm.Communicator(device=device(), workspace_bytes=1 << 16) as c:
             for rows in (1, 2, 3):
@@ -435,7 +435,7 @@ def test_communicators_leave_nothing(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_threads(rank: int, world_size: int) -> None:
-    """Threads share a communicator under a lock. All calls are equal, so any order is valid."""
+    """Threads share a communicator under a lock. All calls are equal, so order is irrelevant."""
     c = comm()
     x, (residual, weight) = BASE.x(rank), (BASE.residual_tensor(), BASE.weight())
     for _ in range(3):
@@ -460,7 +460,7 @@ def test_threads(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_watched(rank: int, world_size: int) -> None:
-    """While calls are watched, Python sees all of them, also after a nested watch ends."""
+    """While calls are watched, Python sees all of them, even after a nested watch ends."""
     c = comm()
     seen = 0
     launch = Dispatcher._launch

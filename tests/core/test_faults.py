@@ -1,6 +1,6 @@
-"""Missing, dead and diverging peers: errors that name them, after bounded waits.
+"""Tests that errors name missing, dead and diverging peers, after bounded waits.
 
-`verify/test_verify_faults.py` runs the table of faults of `allnorm verify`.
+`verify/test_verify_faults.py` runs the table of faults that `allnorm verify` injects.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from allnorm.policy import Plan
 from allnorm.testing import RankPool, gather
 
 TIMEOUT = datetime.timedelta(seconds=1.5)
-SLACK_SECONDS = 10.0  # delay of a busy machine, in addition to the timeout
+SLACK_SECONDS = 10.0  # allowed delay on a busy machine, in addition to the timeout
 
 
 def faulty_call(
     c: allnorm.Communicator, case: Case
 ) -> tuple[allnorm.PeerTimeoutError, float, torch.Tensor, torch.Tensor]:
-    """Runs a call that must fail; returns the error, the seconds it took, and both results."""
+    """Runs a call that must fail; returns the error, the time in seconds and both results."""
     out, residual_out = (torch.zeros(case.shape, dtype=case.dtype, device=c.device) for _ in "ab")
     synchronize()
     start = time.monotonic()
@@ -63,7 +63,7 @@ def assert_poisoned(c: allnorm.Communicator, case: Case) -> None:
             with pytest.raises(allnorm.PeerTimeoutError):
                 case.but(algorithm=algorithm).run(c)
         seconds.append(time.monotonic() - start)
-    # A busy machine delays some attempts, while a call that waited would delay all of them.
+    # A busy machine delays some attempts, but a call that waits would delay all of them.
     assert min(seconds) < c.timeout.total_seconds() / 2
     c.close()
 
@@ -89,7 +89,7 @@ def test_a_peer_that_never_comes(rank: int, world_size: int, algorithm: str) -> 
         assert 0.9 * TIMEOUT.total_seconds() <= seconds < TIMEOUT.total_seconds() + SLACK_SECONDS
         assert_poisoned(c, case)
     survivors = gather(named)[:absent]
-    # A survivor may name a survivor that it waited for, but never itself.
+    # A survivor may name another survivor that it waited for, but never itself.
     assert absent in survivors
     assert all(peer != survivor for survivor, peer in enumerate(survivors))
 
@@ -105,7 +105,7 @@ def test_a_peer_that_never_comes(rank: int, world_size: int, algorithm: str) -> 
 def test_quantized_results_of_a_failed_call_are_nan(
     rank: int, world_size: int, algorithm: str, sharded: bool
 ) -> None:
-    """Checks that the scales are NaN, or the rows if the caller gives the scale."""
+    """Checks that the scales are NaN, or the rows if the caller passes the scale."""
     specs = (
         allnorm.Fp8PerGroup(128, "column_major_tma"),
         allnorm.Fp8PerGroup(128, "column_major_tma", "ue8m0_packed"),
@@ -158,7 +158,7 @@ def test_quantized_results_of_a_failed_call_are_nan(
 
 
 def killed_while_opening(rank: int, world_size: int) -> None:
-    """Kills rank 0 after all ranks opened its shared memory, before it removes the name."""
+    """Kills rank 0 after all ranks have opened its shared memory, before its name is removed."""
     library = _native.library("cpu")
     if rank == 0:
         library.shm_unlink = lambda _: os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_shared_memory_of_a_killed_creator_is_removed(pool: RankPool) -> None:
 
 GROUPS = allnorm.Fp8PerGroup(128)
 UE8M0 = allnorm.Fp8PerGroup(128, scale_format="ue8m0")
-# The name in the message, what rank 0 changes, and the values of ranks 0 and 1.
+# The field's name in the message, rank 0's change, and the values on ranks 0 and 1.
 VALUES: dict[str, tuple[str, dict[str, object], str, str]] = {
     "eps": ("eps", {"eps": 1e-5}, "1e-05", "1e-06"),
     "eps in its last digit": ("eps", {"eps": 1.0000001e-6}, "1.0000001e-06", "1e-06"),
@@ -243,7 +243,7 @@ def test_errors_name_the_values_that_differ(rank: int, world_size: int, what: st
 
 
 def fault_of(call: _native.Call) -> _native.Fault:
-    """Returns a fault as a rank records it: both ranks have the same call tag."""
+    """Returns a fault as a rank records it when both ranks have the same call tag."""
     # abi/tag.h: a norm in bfloat16, two_shot, rounded
     shape = 2 << 28 | 1 << 26 | 1 << 22 | 2 << 20 | call.hidden_size
     tag = {"op": 7, "shape": shape, "tokens": call.num_tokens}
@@ -265,7 +265,7 @@ def test_values_of_calls_with_equal_tags() -> None:
     both = [announced(1e-5), announced(1e-6), announced(1e-5)]
     assert faults.account_of(fault, [*others, both[0]])["eps"] == "1e-05"
     assert faults.account_of(fault, [*others, *both])["eps"] == "1e-05 or 1e-06"
-    # A call in chunks makes launches with fewer rows than the call itself.
+    # A chunked call makes launches with fewer rows than the call has.
     assert faults.account_of(fault, others)["eps"] == "0.0001"
     assert faults.account_of(fault, others[:1]) == {}
 
@@ -285,7 +285,7 @@ def test_a_divergence_without_the_values_of_the_peer() -> None:
 
 
 def test_common_eps_and_biases_have_different_hashes() -> None:
-    """Computes the hash of csrc/abi/tag.h: common pairs must not collide."""
+    """Computes the hash in csrc/abi/tag.h for common pairs, which must not collide."""
     values = (0.0, 1e-8, 1e-7, 1e-6, 1.1e-6, 1e-5, 1.5e-5, 1e-4, 1e-3, 1e-12, 2e-5, 5e-6, 1.0)
     hashes = set()
     for eps in values:
@@ -298,7 +298,7 @@ def test_common_eps_and_biases_have_different_hashes() -> None:
 # Changes on all ranks, then on the last rank. `test_compared_fields.py` changes every field.
 UNFUSED_DIVERGENCES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "4x512 bfloat16": ({}, {"shape": (4, 512)}),
-    "6x256 bfloat16": ({}, {"shape": (6, 256)}),  # as many bytes
+    "6x256 bfloat16": ({}, {"shape": (6, 256)}),  # the same size in bytes
     "with a sharded residual": ({}, {"sharded": True}),
     "residual, numerics rounded, without residual": ({"sharded": True}, {"residual": False}),
     "eps 1.0000001e-06": ({}, {"eps": 1.0000001e-6}),
@@ -313,7 +313,7 @@ UNFUSED_DIVERGENCES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 def test_a_diverging_unfused_call_fails_on_every_rank(
     rank: int, world_size: int, what: str
 ) -> None:
-    """The last rank makes a different call. Then the same communicator works again."""
+    """Checks the errors when the last rank's call differs, and that the next call works."""
     common, change = UNFUSED_DIVERGENCES[what]
     case, last = Case((3, 512), algorithm="unfused").but(**common), world_size - 1
     mine = case.but(**change) if rank == last else case
@@ -366,7 +366,7 @@ def test_a_different_unfused_operation(rank: int, world_size: int) -> None:
 
 @on(cpu=(2, 3), gpu=(2,))
 def test_unfused_calls_between_machines(rank: int, world_size: int) -> None:
-    """Ranks on different machines announce their calls through the store."""
+    """Checks that ranks on different machines announce their calls through the store."""
     case = Case((5, 512), algorithm="unfused")
     with mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank}"):
         c = allnorm.Communicator(device=device(), timeout=1.0)
@@ -432,7 +432,7 @@ def test_a_late_peer_is_waited_for(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_timeout_tells_whether_the_peer_has_begun(begun: bool) -> None:
-    """On GPUs the error also says that blocks of the peer's kernel may lack room."""
+    """Checks also that a timeout's error mentions the GPU, unlike a divergence's."""
     fault = _native.Fault()
     fault.status, fault.rank, fault.peer = _native.TIMEOUT, 0, 1
     fault.expected_op, fault.seen_op = 7, 7 if begun else 6

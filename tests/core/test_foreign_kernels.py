@@ -1,11 +1,11 @@
-"""Kernels of other libraries between two calls.
+"""Tests calls with kernels from other libraries between them.
 
-Some are dependent launches that never wait for their predecessors, although CUDA demands it
-(`griddepcontrol.wait`). Such a kernel ends while our previous call still runs. Our next call must
-not start then, because both calls would read the same operation number.
+Some are dependent launches that never wait for their predecessors (`griddepcontrol.wait`), although
+CUDA requires it. Such a kernel can end while our previous call is still running. Our next call must
+not start before that call ends, because both would read the same operation number.
 
-Others write a call's input long after the call has begun, so the call must wait for their end.
-They read the input first, which leaves its old values in the SM's L1 cache.
+Others write a call's input long after the call has begun, so the call must wait until they
+end. They read the input first, which leaves its old values in the SM's L1 cache.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 @functools.cache
 def _foreign(name: bytes) -> ctypes.c_void_p:
     driver = ctypes.CDLL("libcuda.so.1")
-    torch.zeros(1, device="cuda")  # the context
+    torch.zeros(1, device="cuda")  # creates the context
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     assert driver.cuModuleLoadData(ctypes.byref(module), _PTX) == 0
     assert driver.cuModuleGetFunction(ctypes.byref(function), module, name) == 0

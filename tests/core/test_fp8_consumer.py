@@ -1,4 +1,4 @@
-"""Quantized results as inputs of an FP8 GEMM: it gives the same product as the separate steps."""
+"""Checks that an FP8 GEMM of a call's quantized results equals that of separate steps' results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_gemms_of_fused_and_of_separate_quantization(
         assert_same_bits(
             got, fp8.linear(*reference.quantize(normed, spec), weight, weight_scale), "product"
         )
-        # Compares with exact arithmetic too, because both products might be wrong alike.
+        # Compares with exact arithmetic too, because both products could be wrong in the same way.
         dense = out.quantized.double() * out.scale.double().repeat_interleave(128, 1)
         blocks = weight_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         exact = dense @ (weight.double() * blocks).t()

@@ -1,4 +1,4 @@
-"""Hierarchical calls over islands of one machine: pieces, hops, plans, refused calls, graphs."""
+"""Tests hierarchical calls over islands on one machine: pieces, hops, plans, refusals, graphs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def islands_of(pool: RankPool, size: int) -> tuple[tuple[int, ...], ...]:
 def check_parts(
     rank: int, world_size: int, cases: list[Case], islands: Any, sum_bytes: int
 ) -> tuple[int, int]:
-    """Runs calls in pieces of `sum_bytes`, with two hops between islands where that pays.
+    """Runs calls in pieces of `sum_bytes`, with two hops between islands where two are faster.
 
     Returns:
-        The number of pieces of the first case, and how often sums crossed in two hops.
+        The number of pieces in the first case, and how often sums crossed in two hops.
     """
     from allnorm import policy
     from allnorm.core.between import Between
@@ -65,7 +65,7 @@ def check_parts(
 @pytest.mark.parametrize("dtype", **dtype_ids)
 @pytest.mark.parametrize("sum_bytes", [64 << 20, 64 << 10], ids=["whole", "pieces"])
 def test_sums_that_cross_in_two_hops(pool: RankPool, dtype: torch.dtype, sum_bytes: int) -> None:
-    """Sums cross in two hops between three islands, but not between two. 199 rows are a prime."""
+    """Sums cross in two hops between three islands, but not between two. 199 is prime."""
     cases = [
         Case((199, 256), dtype, sharded=sharded, quant=quant, experts=experts, call=call)
         for call, (sharded, quant, experts) in enumerate(
@@ -84,7 +84,7 @@ def test_sums_that_cross_in_two_hops(pool: RankPool, dtype: torch.dtype, sum_byt
 @on(cpu=(2, 3), gpu=(2, 4))
 @pytest.mark.parametrize("dtype", **dtype_ids)
 def test_rows_of_islands_of_one_rank_in_two_hops(pool: RankPool, dtype: torch.dtype) -> None:
-    """Rows cross in two hops from three islands on."""
+    """Checks that rows cross in two hops if there are three or more islands."""
     cases = [Case((rows, 256), dtype, quant=allnorm.Fp8PerGroup()) for rows in (1, 50)]
     found = pool.run(check_parts, cases, islands_of(pool, 1), 64 << 20)
     assert [started for _, started in found] == [2 * (pool.world_size > 2)] * pool.world_size
@@ -104,7 +104,7 @@ def test_rows_of_islands_of_one_rank_in_two_hops(pool: RankPool, dtype: torch.dt
 def test_plans_say_why_islands_run_unfused(
     rank: int, world_size: int, islands: Any, reason: str, owned: str
 ) -> None:
-    """Some islands run all calls unfused, others only calls with owned rows."""
+    """Some groupings run all calls unfused, others only calls with owned rows."""
     c = comm(islands=islands)
     plan = c.plan(5, 256)
     assert plan.algorithm == ("unfused" if reason else "hierarchical"), plan
@@ -144,7 +144,7 @@ def test_all_ranks_refuse_wrong_islands(rank: int, world_size: int) -> None:
 
 @on(cpu=(4,), gpu=(4,))
 def test_islands_are_found_from_hosts(rank: int, world_size: int) -> None:
-    """Ranks have the boot IDs of two machines."""
+    """Gives the ranks the boot IDs of two machines."""
     name = f"host {rank // 2}"
     with mock.patch("allnorm.core.workspace._host_identity", return_value=name):
         c = allnorm.Communicator(device=device())
@@ -159,7 +159,7 @@ def test_islands_are_found_from_hosts(rank: int, world_size: int) -> None:
 
 @on(cpu=(4,), gpu=(4,))
 def test_operators_and_compiled_calls(rank: int, world_size: int) -> None:
-    """torch.ops and torch.compile, one graph, the same bits."""
+    """Checks that torch.ops and torch.compile give the same bits, and compile to one graph."""
     c = comm(islands=PAIRS)
     case = Case((6, 256), torch.float32, algorithm="hierarchical")
     x, residual, weight = case.x(rank), case.residual_tensor(), case.weight()
@@ -180,8 +180,8 @@ def test_operators_and_compiled_calls(rank: int, world_size: int) -> None:
 
 
 def check_graph(c: allnorm.Communicator, case: Case, rank: int) -> None:
-    """Captures and replays a call; on return the graph is freed, before the next capture."""
-    case.check(c)  # loads kernels, which a capture cannot
+    """Captures and replays a call. Returning frees the graph before the next capture."""
+    case.check(c)  # loads kernels, which is not possible during a capture
     x, arguments = case.x(rank), case.call_arguments(c)
     with capture() as graph:
         results = case.method(c)(x, **arguments)
@@ -196,7 +196,7 @@ def check_graph(c: allnorm.Communicator, case: Case, rank: int) -> None:
 
 
 def check_graphs(rank: int, world_size: int, islands: Any) -> None:
-    """Replays calls over NCCL with new inputs, with eager calls between."""
+    """Replays calls over NCCL with new inputs, with eager calls in between."""
     c = comm(islands=islands)
     cases = [
         Case((rows, 1024), dtype, sharded=sharded, quant=quant, algorithm="hierarchical")
@@ -218,7 +218,7 @@ def check_graphs(rank: int, world_size: int, islands: Any) -> None:
 @pytest.mark.own_gpus
 @pytest.mark.parametrize("size", [1, 2], ids=["alone", "pairs"])
 def test_graphs_over_nccl(pool: RankPool, size: int) -> None:
-    """Two GPUs are two islands; four GPUs are four islands or two pairs."""
+    """Groups two GPUs into two islands, and four GPUs into four islands or two pairs."""
     if pool.world_size // size > 1:
         pool.run(check_graphs, islands_of(pool, size))
 

@@ -1,4 +1,4 @@
-"""The host cost of a call: it allocates only its results and does not wait for the device."""
+"""Tests a call's host cost: it allocates only its results and never waits for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rank_helpers import Case, comm, on
 import allnorm
 from allnorm.core import fast_call
 
-# Kinds of calls with their numbers of results.
+# Kinds of calls, each with its number of results.
 KINDS = (
     (Case(shape=(8, 4096), algorithm="one_shot"), 2),
     (Case(shape=(8, 4096), algorithm="two_shot"), 2),
@@ -32,7 +32,7 @@ KINDS = (
 
 
 def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
-    """Returns a function per kind of call, its number of results, and its case.
+    """Returns a function for each kind of call, with its number of results and its case.
 
     All calls are prepared.
     """
@@ -51,10 +51,10 @@ def calls(rank: int) -> list[tuple[Callable[[], Any], int, Case]]:
 
 @on(cpu=(2,), gpu=(2,))
 def test_no_operators(rank: int, world_size: int) -> None:
-    """A call runs no operators of torch except to allocate results, if there is no faster way."""
+    """A call runs no torch operators except to allocate results where no faster way exists."""
     makes = {"aten::empty_strided", "aten::as_strided"}
     for call, results, case in calls(rank):
-        # A dispatch mode would change the call: under one, it is an operator that the mode sees.
+        # Not a dispatch mode, because under one the call itself becomes an operator.
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             call()
         names = [event.name for event in profile.events() if "::" in event.name]
@@ -68,7 +68,7 @@ def test_no_operators(rank: int, world_size: int) -> None:
 @on(cpu=(2,))
 def test_no_memory_but_results(rank: int, world_size: int) -> None:
     for call, results, case in calls(rank):
-        # tests/core/fast_call_alone.py counts results of calls that C dispatches.
+        # tests/core/fast_call_alone.py counts the results of calls that C dispatches.
         with (
             fast_call.watched(),
             mock.patch.object(torch, "empty_strided", wraps=torch.empty_strided) as made,
@@ -91,7 +91,7 @@ def test_no_device_memory_but_results(rank: int, world_size: int) -> None:
 @pytest.mark.own_gpus  # on shared GPUs, gloo replaces NCCL, and gloo waits for the device
 @on(gpu=(2,))
 def test_no_synchronization(rank: int, world_size: int) -> None:
-    """Calls return while the device is still busy with earlier work."""
+    """Checks that calls return while the device is still busy with earlier work."""
     pairs = calls(rank)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -1,7 +1,7 @@
-"""Arguments that kernels cannot read, or that are wrong on one rank only.
+"""Tests arguments that kernels cannot read, or that are invalid on one rank only.
 
-Neither first calls nor repeated calls, which C dispatches, may give wrong numbers. If one rank
-refuses a call, its peers raise long before their timeout.
+Neither first calls nor repeated calls, which C dispatches, may return wrong results. If one rank
+refuses a call, its peers must raise long before their timeout.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ REPEATS = (0, 4)  # number of earlier calls of the same kind
 
 
 class Plain(torch.Tensor):
-    """A subclass that has ordinary memory."""
+    """A tensor subclass with ordinary memory."""
 
 
 class Wrapper(torch.Tensor):
-    """A subclass without memory, which wraps a tensor."""
+    """A tensor subclass without its own memory, which wraps a tensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
@@ -71,7 +71,7 @@ def masked(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-# name: (a function that converts a tensor, text in the error message)
+# name: (function that converts a valid tensor, text in the error message)
 KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "a subclass": (lambda t: t.as_subclass(Plain), ".as_subclass(torch.Tensor)"),
     "a wrapper": (Wrapper, "is a Wrapper"),
@@ -86,7 +86,7 @@ PLACES = ("x", "residual", "weight", "out", "residual_out")
 
 
 def good(c: allnorm.Communicator, into: bool = True) -> dict[str, Any]:
-    """Returns arguments of a valid call, in new tensors; with `into`, memory for results too."""
+    """Returns a valid call's arguments in new tensors; with `into`, also memory for results."""
     x = CASE.x(c.rank)
     memory = {"out": torch.empty_like(x), "residual_out": torch.empty_like(x)} if into else {}
     return {"x": x, **CASE.call_arguments(c), **memory}
@@ -133,7 +133,7 @@ def test_kinds_of_tensors_are_refused(rank: int, world_size: int, name: str) -> 
 
 @on(cpu=(1, 2), gpu=(2,))
 def test_a_scale_that_requires_grad(rank: int, world_size: int) -> None:
-    """It is accepted only while gradients are disabled."""
+    """Such a scale is accepted only while gradients are disabled."""
     scale = torch.ones(1, device=device(), requires_grad=True)
     case = CASE.but(quant=allnorm.Fp8PerTensor(scale))
     for _ in range(3):
@@ -150,7 +150,7 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def freed_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of freed memory, whose address is its offset."""
+    """Returns a view of freed memory; its address is its offset."""
     whole = torch.stack([tensor, tensor])
     view = whole[1]
     whole.untyped_storage().resize_(0)
@@ -162,7 +162,7 @@ def freed_view(tensor: torch.Tensor) -> torch.Tensor:
 def test_freed_memory(
     rank: int, world_size: int, free: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Every rank refuses, so the communicator stays usable."""
+    """Every rank refuses tensors in freed memory, so the communicator stays usable."""
     c = comm()
     quantized = CASE.but(quant=allnorm.Fp8PerToken())
     tensor = allnorm.Fp8PerTensor(free(torch.ones(2, 1, device=c.device)[1]))
@@ -202,7 +202,7 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def imaginary(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a negated tensor as torch makes them."""
+    """Returns a tensor that torch negates lazily, through its public functions."""
     made = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
     assert made.is_neg()
     return made
@@ -210,7 +210,7 @@ def imaginary(tensor: torch.Tensor) -> torch.Tensor:
 
 @on(cpu=(1, 2), gpu=(2,))
 def test_negated_and_zero_tensors_are_resolved(rank: int, world_size: int) -> None:
-    """Values may be the negative of what memory holds, or zeros without memory."""
+    """Tests tensors that are lazily negated, and zero tensors without memory."""
     c = comm()
     zeros = torch._efficientzerotensor
     xs = CASE.xs(world_size)
@@ -236,7 +236,7 @@ def test_negated_and_zero_tensors_are_resolved(rank: int, world_size: int) -> No
         CASE.compare(c, *(result.resolve_neg() for result in results))
         want = reference.all_reduce(xs)
         assert_same_bits(c.all_reduce(negated(x), algorithm=algorithm), want, "negated")
-        # imag has strided columns, so take one. CUDA kernels need rows of at least 16 bytes.
+        # imag has strided columns, so use one column. CUDA kernels need rows of at least 16 bytes.
         any_width = "unfused" if c.device.type == "cuda" else algorithm
         column = c.all_reduce(imaginary(x)[:, :1], algorithm=any_width)
         assert_same_bits(column, want[:, :1].contiguous(), "imaginary parts")
@@ -284,7 +284,7 @@ def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
 
 @on(cpu=(1, 2))
 def test_addresses_between_elements(rank: int, world_size: int) -> None:
-    """On rank 0, addresses are no multiples of the element size."""
+    """Tests addresses on rank 0 that are not multiples of the element size."""
     c = comm()
     move = at_odd_address if rank == 0 else torch.clone
     for dtype in (torch.bfloat16, torch.float32):
@@ -342,7 +342,7 @@ def out_of_memory(c: allnorm.Communicator) -> Any:
         return c.all_reduce(CASE.but(shape=(5, 64)).x(c.rank))
 
 
-# Calls that rank 0 refuses for a reason that its peers do not see, and the text of its error.
+# Calls that rank 0 refuses for a reason that its peers cannot see, and text in its error.
 ALONE: dict[str, tuple[Callable[[allnorm.Communicator], Any], str]] = {
     "freed x": (lambda c: c.all_reduce(freed(CASE.x(c.rank))), "no memory"),
     "freed residual": (lambda c: CASE.run(c, residual=freed(CASE.residual_tensor())), "no memory"),
@@ -358,7 +358,7 @@ ALONE: dict[str, tuple[Callable[[allnorm.Communicator], Any], str]] = {
     "too few rows to gather": (gathered_height, "this rank's rows"),
     "out of memory": (out_of_memory, "no memory for results"),
 }
-# Calls that rank 1, which has different rows, can make too. Otherwise rank 1 calls all_reduce.
+# Rank 1 makes these calls too, because its rows differ. Otherwise it calls all_reduce.
 SAME = {
     "an expanded shard": expanded_shard,
     "a shard too low": wrong_height,
@@ -417,7 +417,7 @@ def test_peers_learn_that_a_rank_refuses_an_unfused_call(
 
 @on(cpu=(1, 2), gpu=(2,))
 def test_types_and_signs_of_constants(rank: int, world_size: int) -> None:
-    """Values that are equal but differ in type or sign are never taken for each other."""
+    """Checks that equal values of different type or sign are not mistaken for each other."""
     c, x = comm(), CASE.x(rank)
     weight = torch.full((64,), -0.0, device=c.device)
     for zero in (float, np.float32, np.float64, fractions.Fraction):

@@ -1,4 +1,4 @@
-"""Hostile callers: forks, signals, close() during a call, copies, resource limits.
+"""Tests hostile callers: forks, signals, close() during a call, copies, resource limits.
 
 No case may hang, give a wrong result or leave shared memory behind.
 """
@@ -31,7 +31,7 @@ from allnorm.core import _native, fast_call, watch
 from allnorm.testing import assert_same_bits
 
 NEVER = datetime.timedelta(hours=2)
-LATE_SECONDS = 10.0  # limit on a busy machine; an idle one needs 0.1 s
+LATE_SECONDS = 10.0  # limit for a busy machine; an idle machine takes 0.1 s
 CASE = Case((5, 512), algorithm="one_shot")
 KEPT: list[Any] = []
 
@@ -40,7 +40,7 @@ KEPT: list[Any] = []
 def nothing_left() -> Iterator[None]:
     before = in_shared_memory()
     yield
-    # Tests that run at the same time create and remove files; a file that was left stays.
+    # Concurrent tests create and remove files too; only leaked files remain.
     left, end = in_shared_memory() - before, time.monotonic() + 5
     while left and time.monotonic() < end:
         time.sleep(0.01)
@@ -62,9 +62,9 @@ def make(**arguments: Any) -> allnorm.Communicator:
 def fails_within(
     kind: type[allnorm.PeerTimeoutError], call: Callable[[], Any], times: int
 ) -> allnorm.PeerTimeoutError:
-    """Returns the error of one of `times` calls.
+    """Makes up to `times` calls; returns the error of the first one that fails.
 
-    Data that a peer sent before it left is used, so calls before that may succeed.
+    Calls can still succeed with data that a peer sent before it left.
     """
     for _ in range(times):
         try:
@@ -91,7 +91,7 @@ def kinds_of_calls(c: allnorm.Communicator) -> dict[str, Callable[[], Any]]:
 
 
 def in_fork(body: Callable[[], None]) -> None:
-    """Runs `body` in a forked child; raises here if it fails there."""
+    """Runs `body` in a forked child; raises in the parent if it fails."""
     out, into = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -125,7 +125,7 @@ def use_in_fork(c: allnorm.Communicator) -> None:
         assert_refused({"call": lambda: c.all_reduce(KEPT[-1]), "again": lambda: c.plan(5, 512)})
     with pytest.raises(allnorm.CommunicatorClosedError):
         allnorm.communicator.communicator(c.name)
-    # The library itself refuses too: other languages call it without Python's checks.
+    # The library refuses too, because other languages call it without Python's checks.
     fault = _native.Fault()
     assert (
         c._endpoint._library.comm_check(c._endpoint._handle, _native.ctypes.addressof(fault))
@@ -151,7 +151,7 @@ def test_a_forked_child_changes_nothing(rank: int, world_size: int) -> None:
     if rank == 1:
         in_fork(lambda: delete_in_fork(box))
         child = multiprocessing.get_context("fork").Process(target=delete_in_fork, args=(box,))
-        # Ranks are daemons, which multiprocessing allows no children.
+        # Ranks are daemons, and multiprocessing does not allow daemons to have children.
         with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
             child.start()
         child.join()
@@ -166,7 +166,7 @@ def test_a_forked_child_changes_nothing(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_a_fork_while_a_call_waits(rank: int, world_size: int) -> None:
-    """A thread that waits in a call holds the lock when the process forks."""
+    """Forks while a thread that waits in a call holds the lock."""
     c = make()
     results: list[Any] = []
     if rank == 0:
@@ -221,7 +221,7 @@ def handler(number: int, function: Any) -> Iterator[None]:
 
 
 def send(number: int, after: float) -> Callable[[], float]:
-    """Sends this process a signal after `after` seconds; returns a function for that time."""
+    """Sends this process a signal after `after` seconds; the result returns the time sent."""
     sent: list[float] = []
 
     def fire() -> None:
@@ -278,7 +278,7 @@ class RaisedError(Exception):
 @needs_library
 @on(cpu=(2,))
 def test_handlers_that_call(rank: int, world_size: int) -> None:
-    """The wait continues after handlers that call, close, check, or only append to a list."""
+    """Checks that the wait continues after handlers that call, close, check or only append."""
     c, other = make(), make()
     notes: list[str] = []
 
@@ -302,7 +302,7 @@ def test_handlers_that_call(rank: int, world_size: int) -> None:
         else:
             time.sleep(0.6)
             case.check(c)
-    # A handler may use a different communicator.
+    # A handler is allowed to use a different communicator.
     dist.barrier()
     if rank == 0:
         with handler(signal.SIGALRM, lambda *_: CASE.check(other)):
@@ -392,7 +392,7 @@ def test_close_while_another_thread_calls(rank: int, world_size: int, kind: str)
 
 @on(cpu=(2,))
 def test_close_at_any_time(rank: int, world_size: int) -> None:
-    """Calls before close() are right; later ones raise that the communicator or peer left."""
+    """Calls before close() are right. Later calls raise that the communicator or peer left."""
     for number in range(10):
         c = make()
         seen: list[str] = []
@@ -475,7 +475,7 @@ def limit(kind: int, value: int) -> Iterator[None]:
     ],
 )
 def test_limits(rank: int, world_size: int, what: str, culprit: int, words: str) -> None:
-    """If one rank lacks a resource, all ranks raise, and the next communicator works."""
+    """If one rank runs out of a resource, all ranks raise, and the next communicator works."""
     size, place = 64 << 20, contextlib.nullcontext()
     if rank == culprit:
         if what == "address space":
@@ -518,7 +518,7 @@ def test_a_library_of_a_different_build(rank: int, world_size: int) -> None:
 @on(gpu=(2, 4), may_die=[-1])
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_a_killed_peer_ends_kernels(rank: int, world_size: int, graph: bool) -> None:
-    """The last rank is killed while the others call, or replay a graph of calls."""
+    """Kills the last rank while the others make calls or replay a graph of calls."""
     c = make()
     x = CASE.x(rank)
     captured = torch.cuda.CUDAGraph()
@@ -542,7 +542,7 @@ def test_a_killed_peer_ends_kernels(rank: int, world_size: int, graph: bool) -> 
 
 @on(gpu=(2,))
 def test_ctrl_c_while_a_kernel_waits(rank: int, world_size: int) -> None:
-    """A kernel that waits does not block the host; close() waits until the kernel has ended."""
+    """A waiting kernel does not block the host; close() waits until the kernel has ended."""
     c = make(timeout=5)
     dist.barrier()
     if rank == 0:

@@ -1,8 +1,8 @@
-"""Hostile values for every argument of every public callable.
+"""Tests hostile values for every argument of every public callable.
 
-A value is accepted, or allnorm refuses it with its own error, not with one of a different library.
-Arguments come from signatures, so new ones are tried too. A new public callable fails a test until
-valid arguments are listed here.
+allnorm must accept each value or raise its own error, not one from a different library. Arguments
+are taken from signatures, so new arguments are tried too. A new public callable fails a test until
+its valid arguments are listed here.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_hostile_values(rank: int, world_size: int, name: str) -> None:
                 if not last.filename.startswith(PACKAGE) or "expected" not in str(error).lower():
                     where = pathlib.Path(last.filename).name
                     wrong.append(f"{argument}={kind}: {type(error).__name__} of {where}: {error}")
-            except Exception as error:  # noqa: BLE001 - the test looks for these
+            except Exception as error:  # noqa: BLE001 - the test reports it
                 wrong.append(f"{argument}={kind}: {type(error).__name__}: {error}")
     assert tried >= len(hostile())
     assert not wrong, "\n".join(wrong)
@@ -169,7 +169,7 @@ def test_hostile_values(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(1, 2))
 def test_hostile_tensors_in_repeated_calls(rank: int, world_size: int) -> None:
-    """A hostile tensor in a repeated call neither crashes the process nor breaks the next call."""
+    """Checks that a hostile tensor in a repeated call neither crashes nor breaks the next call."""
     c = comm()
     x, weight = torch.ones(ROWS, COLUMNS), torch.ones(COLUMNS)
     post_norm, experts = allnorm.PostNorm(weight.clone(), 1e-6), torch.ones(ROWS, 2, COLUMNS)
@@ -192,13 +192,13 @@ def test_hostile_tensors_in_repeated_calls(rank: int, world_size: int) -> None:
             for value in kinds.values():
                 for _ in range(3):
                     call(**good)
-                # test_hostile_values checks the errors.
+                # test_hostile_values checks these errors.
                 with contextlib.suppress(Exception):
                     call(**{**good, argument: value})
 
 
 def test_every_public_callable_is_tried() -> None:
-    """Except callables without arguments, types of results and errors, and `trace`."""
+    """Exempt are callables without arguments, result and error types, and `trace`."""
     results = {"Plan", "QuantizedNorm", "Stats", "TraceReport", "trace"}
     public = {name: getattr(allnorm, name) for name in allnorm.__all__}
     methods = inspect.getmembers(allnorm.Communicator, callable)

@@ -1,4 +1,4 @@
-"""Ranks of islands that die, are late or diverge: all ranks name them, in bounded time."""
+"""Tests that all ranks name a rank that dies, is late or diverges, on any island, in time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from allnorm.core import between, channel, watch
 
 PAIRS = ((0, 1), (2, 3))
 CASE = Case((24, 256), torch.float32)
-NAMED_SECONDS = 10.0  # for a death to become known on all ranks, also on other machines
+NAMED_SECONDS = 10.0  # until all ranks know of a death, even those on other machines
 
 
 one_or_two_machines = pytest.mark.parametrize(
@@ -32,7 +32,7 @@ one_or_two_machines = pytest.mark.parametrize(
 
 
 def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
-    """Creates a communicator over two islands; if `far`, they appear to be on two machines."""
+    """Creates a communicator over two islands, which seem to be on two machines if `far`."""
     if not far:
         return allnorm.Communicator(device=device(), islands=PAIRS, timeout=timeout)
     here = watch.this_process()._replace(namespace=f"host {rank // 2}")
@@ -50,7 +50,7 @@ def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
 
 
 def fails(call: Any, seconds: float) -> allnorm.PeerTimeoutError:
-    """Repeats a call until it fails; returns the error."""
+    """Repeats a call until it raises PeerTimeoutError; returns the error."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -80,7 +80,7 @@ def test_a_child_of_fork_ends(rank: int, world_size: int) -> None:
     CASE.but(algorithm="unfused").check(c)
     pid = os.fork()
     if pid == 0:
-        ctypes.pythonapi.Py_Exit(0)  # like sys.exit(), without unwinding the frames of the rank
+        ctypes.pythonapi.Py_Exit(0)  # like sys.exit(), without unwinding the rank's frames
     deadline = time.monotonic() + 60
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
@@ -126,9 +126,9 @@ def test_a_late_rank_is_named_by_all(rank: int, world_size: int, far: bool) -> N
 def stops_within_waits(
     rank: int, victim: int, islands: Any, algorithm: str, far: bool = False
 ) -> None:
-    """Stops the victim within its first wait, then within its second, and so on.
+    """Stops the victim during its first wait, then during its second wait, and so on.
 
-    The victim stops as soon as its note tells that it waits. All other ranks must name it.
+    The victim stops as soon as its note records the wait. All other ranks must name it.
     """
     for number in range(1, 6 if algorithm == "auto" else 4):
         if far:
@@ -158,7 +158,7 @@ def stops_within_waits(
             with pytest.raises((allnorm.PeerTimeoutError, RuntimeError)):
                 case.run(c)
         else:
-            # Islands that no longer need the victim in this call fail in the next one.
+            # An island that no longer needs the victim in this call fails in the next call.
             error = fails(lambda c=c, case=case: case.run(c), 60)
             assert (type(error), error.peer) == (allnorm.PeerTimeoutError, victim)
             check_afterwards(c)
@@ -190,7 +190,7 @@ def test_a_rank_that_stops_within_any_wait_is_named_by_two_machines(
 @on(cpu=(4,))
 @one_or_two_machines
 def test_a_different_call_is_refused_by_all(rank: int, world_size: int, far: bool) -> None:
-    """All ranks refuse a call that differs on one rank; the communicator stays usable."""
+    """All ranks refuse if one rank's call differs, and the communicator stays usable."""
     c = make(far, rank)
     for changed in ({"eps": 1e-3}, {"shape": (23, 256)}, {"algorithm": "unfused", "eps": 1.0}):
         other = CASE.but(**changed)
@@ -201,7 +201,7 @@ def test_a_different_call_is_refused_by_all(rank: int, world_size: int, far: boo
         assert caught.value.rank == rank
     CASE.check(c)
     arguments = CASE.call_arguments(c)
-    if rank == 1:  # peers do not see this wrong argument
+    if rank == 1:  # peers cannot see this invalid argument
         arguments["residual_out"] = torch.empty(23, 256)
     with pytest.raises((allnorm.PeerDivergedError, ValueError)):
         c.all_reduce_add_rms_norm(CASE.x(rank), **arguments)
@@ -215,7 +215,7 @@ def test_a_different_call_is_refused_by_all(rank: int, world_size: int, far: boo
 def test_a_rank_lost_during_a_call_is_named_by_all(
     rank: int, world_size: int, far: bool, how: str
 ) -> None:
-    """Rank 3 exits or stops after the ranks have agreed and its island has summed."""
+    """Rank 3 exits or stops after the ranks have compared calls and its island has summed."""
     c = make(far, rank, timeout=60.0 if how == "ends" else 4.0)
     CASE.check(c)
     between = c._endpoint._hierarchy.between
@@ -243,7 +243,7 @@ def test_a_rank_lost_during_a_call_is_named_by_all(
 
 
 class StartsSlowly(threading.Thread):
-    """A thread that may already have ended when start() returns."""
+    """A thread that can already have ended when start() returns."""
 
     def start(self) -> None:
         super().start()
@@ -253,7 +253,7 @@ class StartsSlowly(threading.Thread):
 @on(cpu=(4,))
 @pytest.mark.parametrize("whom", [1, 2], ids=["between", "inside"])
 def test_an_interrupt_during_a_call_ends_it_for_all(rank: int, world_size: int, whom: int) -> None:
-    """Rank 3 stops in a call; rank 1 waits for it between islands, rank 2 inside its island."""
+    """Rank 3 stops in a call. Rank 1 waits for it between islands, rank 2 within its island."""
     c = make(False, rank, timeout=60.0)
     CASE.check(c)
     dist.barrier()

@@ -1,7 +1,7 @@
-"""Hierarchical calls between two simulated hosts.
+"""Tests hierarchical calls between two simulated hosts.
 
-Each host has its own network, processes and /dev/shm in namespaces. Sums cross sockets over a
-link of 1 ms and 1 Gb/s (slow_link.py). Needs root, `ip`, `unshare` and /dev/net/tun.
+Namespaces give each host its own network, processes and /dev/shm. Sums cross sockets over a link
+with 1 ms delay and 1 Gb/s (slow_link.py). Needs root, `ip`, `unshare` and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import allnorm
 from . import slow_link
 
 HERE = pathlib.Path(__file__).resolve().parent
-SECONDS = 2.0  # the timeout of the communicators: TIMEOUT_SECONDS in island_host.py
+SECONDS = 2.0  # the communicators' timeout: TIMEOUT_SECONDS in island_host.py
 DELAY = 1e-3  # seconds, one way
 BITS_PER_SECOND = 1e9
 NETWORK = "10.213.7"
@@ -92,7 +92,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def run(hosts: Hosts, scenario: str) -> dict[int, dict[str, Any]]:
-    """Runs a scenario; returns the observations by rank."""
+    """Runs a scenario; returns what each rank observed, keyed by rank."""
     processes = [hosts.start(host, scenario) for host in range(2)]
     seen: dict[int, dict[str, Any]] = {}
     try:
@@ -123,10 +123,10 @@ def run(hosts: Hosts, scenario: str) -> dict[int, dict[str, Any]]:
 def test_bits_between_two_hosts(hosts: Hosts) -> None:
     seen = run(hosts, "bits")
     assert sorted(seen) == [0, 1, 2, 3]
-    # Ranks compare their calls, then exchange sums. Each takes the delay of the link once.
+    # Ranks compare their calls, then exchange sums. Each step takes the link's delay once.
     fastest = min(found["fastest"] for found in seen.values())
     assert fastest > 2 * DELAY, "the link has no delay"
-    # Each of two ranks sends half of 1024 rows of 1024 float32 sums over the shared link.
+    # Each of the two ranks sends half of 1024 x 1024 float32 sums over the shared link.
     assert min(found["slowest"] for found in seen.values()) > 8 * 4 * 1024 * 1024 / BITS_PER_SECOND
 
 

@@ -1,4 +1,4 @@
-"""`allnorm.add_rms_norm` and `add_rms_norm_quant`: one rank's kernels, which exchange nothing."""
+"""Tests `allnorm.add_rms_norm` and `add_rms_norm_quant`, which exchange nothing."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_c_dispatches_repeated_calls(where: str) -> None:
 
 @devices
 def test_changed_arguments(where: str) -> None:
-    """A call that differs from a prepared one is not mistaken for it."""
+    """Checks that a call that differs from a prepared call is not mistaken for it."""
     x, residual, weight = tensors = inputs(where)
     for _ in range(3):
         check(tensors)
@@ -171,7 +171,7 @@ def test_changed_arguments(where: str) -> None:
 
 @devices
 def test_many_kinds(where: str) -> None:
-    """Alternates more kinds of calls than are kept; a full cache is emptied."""
+    """Alternates more kinds of calls than the cache holds; a full cache is emptied."""
     with mock.patch.object(dispatch, "_MAX_PREPARED", 5):
         for call in range(4):
             for rows in range(1, 12):
@@ -189,7 +189,7 @@ def test_without_the_library(where: str) -> None:
 
 
 def test_threads() -> None:
-    """Each thread has its own prepared calls."""
+    """Checks that each thread has its own prepared calls."""
 
     def work(number: int) -> None:
         for call in range(40):
@@ -203,7 +203,7 @@ def test_threads() -> None:
 
 @pytest.mark.gpu
 def test_different_streams_and_devices() -> None:
-    """Calls on a different stream, and with a different current device if there is one."""
+    """Makes calls on a different stream, and with a different current device if one exists."""
     for _ in range(3):
         check(inputs("cuda:0"))
     stream = torch.cuda.Stream(0)
@@ -222,7 +222,7 @@ def test_different_streams_and_devices() -> None:
 
 @devices
 def test_refusals(where: str) -> None:
-    """Refuses wrong calls before and after equal valid calls are prepared."""
+    """Checks that invalid calls are refused before and after similar valid calls are prepared."""
     x = rank_input((4, 64), torch.bfloat16, 0, device=where)
     w = shared_input((64,), torch.bfloat16, "weight", device=where)
     rows = (

@@ -1,4 +1,4 @@
-"""Memory that calls refuse, that has more than 2**31 elements, or that changes between calls."""
+"""Tests memory that calls refuse, has over 2**31 elements, or changes between calls."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_overlapping_memory_is_refused(rank: int, world_size: int) -> None:
         c.all_reduce(big[:4], out=big[1:5])
     memory = torch.zeros(4, 72, dtype=x.dtype, device=c.device)
     for out in (
-        memory.as_strided((2, 3, 72), (72, 72, 1)),  # row (0, 1) is row (1, 0)
+        memory.as_strided((2, 3, 72), (72, 72, 1)),  # rows (0, 1) and (1, 0) share memory
         memory[:1].expand(6, 72).view(2, 3, 72),
     ):
         with pytest.raises(ValueError, match="distinct, contiguous rows"):
             c.all_reduce(x.new_zeros(2, 3, 72), out=out)
-    # Without a check, this weight would be read as if it had no gaps, as the last call's.
+    # Without a check, this weight would be read as if it had no gaps, like the previous call's.
     gaps = torch.full((128,), 5.0, dtype=x.dtype, device=c.device)
     case.check(c)
     with pytest.raises(ValueError, match="stride"):
@@ -56,7 +56,7 @@ def test_overlapping_memory_is_refused(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @on(gpu=(2, 8))
 def test_more_than_two_to_the_31_elements(rank: int, world_size: int) -> None:
-    """Offsets have 64 bits (incident 12). Sampled rows are compared."""
+    """Checks that offsets have 64 bits (incident 12), by comparing sampled rows."""
     c = comm()
     hidden_size = 8192
     num_tokens = 2**31 // hidden_size + 3
@@ -83,7 +83,7 @@ def test_more_than_two_to_the_31_elements(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_given_scales_may_change(rank: int, world_size: int) -> None:
-    """Prepared calls work with any given scale and keep no scale alive."""
+    """Checks that prepared calls work with any given scale and keep no scale alive."""
     c = comm()
     case = Case((3, 64), quant=allnorm.Fp8PerTensor(torch.tensor([1.0])))
     x, a = case.x(rank), case.norm_arguments()

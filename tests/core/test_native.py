@@ -1,4 +1,4 @@
-"""The commit that is built into the libraries."""
+"""Tests the commit that is built into the libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes of ranks that wait for each other, and turns in signal handlers, without processes."""
+"""Tests ranks' notes about waits, and turn-taking with signal handlers, in a single process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from allnorm.core.notes import DIED, INTERRUPTED, LATE, LEFT, Cause
 
 
 def make(count: int) -> tuple[list[notes.SharedNotes], Any]:
-    """Returns the notes of `count` ranks in memory of this process."""
+    """Returns the notes of `count` ranks, stored in this process's memory."""
     memory = (ctypes.c_char * (notes.NOTE_BYTES * count))()
     start = ctypes.addressof(memory)
     addresses = [start + rank * notes.NOTE_BYTES for rank in range(count)]
@@ -34,7 +34,7 @@ def no_rank(rank: int) -> bool:
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_does_not_wait() -> None:
-    """Ranks 2 and 3 wait for 0, which waits for 1, which has stopped between two waits."""
+    """Ranks 2 and 3 wait for rank 0. Rank 0 waits for rank 1, which stopped between waits."""
     ranks, _memory = make(4)
     for one in ranks:
         one.enter((0, 1, 2, 3))
@@ -81,11 +81,11 @@ def test_a_rank_that_has_done_its_part_may_leave() -> None:
 
 
 class Machine:
-    """Ranks with a simulated clock. A rank that waits stores the time ten times a second.
+    """Ranks with a simulated clock. A waiting rank stores the time ten times a second.
 
     Args:
-        ranks: notes of the ranks.
-        patch: replaces the real clock by this one.
+        ranks: the ranks' notes.
+        patch: replaces the real clock with the simulated one.
     """
 
     def __init__(self, ranks: list[notes.SharedNotes], patch: pytest.MonkeyPatch) -> None:
@@ -109,11 +109,11 @@ class Machine:
                 self.at.pop(self.now)()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedules an action."""
+        """Schedules an action in the simulated future."""
         self.at[self.now + int(seconds * 1e9)] = action
 
     def enter(self, rank: int, peers: Sequence[int], waits: bool = True) -> None:
-        """Lets a rank note a wait; it has stopped if `waits` is false."""
+        """Writes a rank's note that it waits. If `waits` is false, the rank has stopped."""
         self.ranks[rank].enter(peers)
         (self.waiting.add if waits else self.waiting.discard)(rank)
 
@@ -137,7 +137,7 @@ def same_place(rank: int) -> tuple[int, ...]:
 def test_a_starved_rank_is_not_blamed_for_one_that_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All ranks are in one wait. Rank 0 gets no CPU time for a while, rank 5 never again."""
+    """All ranks are in one wait. Rank 0 gets no CPU time for a while, and rank 5 has stopped."""
     ranks, _memory = make(6)
     machine = Machine(ranks, monkeypatch)
     for rank in range(6):
@@ -157,7 +157,7 @@ def test_a_starved_rank_is_not_blamed_for_one_that_is_stopped(
 def test_a_rank_that_stops_within_launch_a(
     monkeypatch: pytest.MonkeyPatch, stopped: int, seconds: float
 ) -> None:
-    """Its island waits for it in the launch. Other islands wait for this one, in a later wait."""
+    """The stopped rank's island waits in the launch, other islands in a later exchange."""
     ranks, _memory = make(6)
     machine = Machine(ranks, monkeypatch)
     for rank in range(6):
@@ -178,7 +178,7 @@ def test_a_rank_that_stops_within_launch_a(
 
 
 def test_a_rank_between_two_stages_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 waited for rank 2, and is about to begin the next wait when rank 0 looks at it."""
+    """Rank 1 waited for rank 2, and has not begun its next wait when rank 0 reads its notes."""
     ranks, _memory = make(3)
     machine = Machine(ranks, monkeypatch)
     for rank in range(3):
@@ -193,7 +193,7 @@ def test_a_rank_between_two_stages_is_not_blamed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 comes while rank 0 looks for the cause, so no rank has stopped any more."""
+    """Rank 1 arrives while rank 0 looks for the cause, so it is late but has not stopped."""
     ranks, _memory = make(2)
     machine = Machine(ranks, monkeypatch)
     machine.enter(0, (0, 1))
@@ -204,7 +204,7 @@ def test_a_rank_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_rank_is_blamed_for_a_suspended_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a suspension, the first rank that runs sees old times of all others."""
+    """After a suspension, the first rank to run sees old times in all other ranks' notes."""
     ranks, _memory = make(3)
     machine = Machine(ranks, monkeypatch)
     for rank in range(3):
@@ -231,7 +231,7 @@ def test_ranks_that_wait_for_each_other_are_not_blamed(monkeypatch: pytest.Monke
 
 
 def test_without_notes_there_is_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated calls write no notes. Only the library knows which rank is late."""
+    """Repeated calls write no notes, so only the native library knows which rank is late."""
     ranks, _memory = make(3)
     machine = Machine(ranks, monkeypatch)
     for rank in range(3):
@@ -243,7 +243,7 @@ def test_without_notes_there_is_no_cause(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rank_that_still_waits_names_the_rank_it_waits_for() -> None:
-    """On different machines, rank 1 began to wait after rank 0, and has not timed out yet."""
+    """Ranks are on different machines. Rank 1 waits too, and has not timed out yet."""
     store = torch.distributed.HashStore()
     first, second = (notes.StoreNotes(store, "notes", rank) for rank in range(2))
     first.enter((0, 1))
@@ -273,7 +273,7 @@ def test_long_reasons_and_torn_notes() -> None:
     ranks[0]._own.cause_crc ^= 1
     assert ranks[1].said_by(0) is None
     ranks[0].close()
-    ranks[0].enter((0, 1))  # after close(), it writes only its own memory
+    ranks[0].enter((0, 1))  # after close(), rank 0 writes only to private memory
     assert ranks[1]._notes[0].tick == 0
 
 
@@ -282,7 +282,7 @@ class HandlerError(Exception):
 
 
 def call(one: turn.Turn) -> bool:
-    """Takes a turn and ends it, as Endpoint does for a call."""
+    """Takes a turn and ends it, as Endpoint does for each call."""
     try:
         if not one.try_take(sys._getframe()):
             one.wait(sys._getframe())

@@ -1,4 +1,4 @@
-"""Device memory of communicators: peers that map it but lose stores, and devices that are full."""
+"""Tests communicators' device memory: stores that do not reach a peer, and full devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class Ranks:
-    """Ranks that are threads of this process; implements `Rendezvous.agree` without a store."""
+    """Simulates ranks as threads; implements `Rendezvous.agree` without a store."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -45,7 +45,7 @@ class Ranks:
         return [reports[r][0] for r in range(self.world_size)]
 
     def run(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Returns the result of `function(meeting)` per rank, or the error that it raised."""
+        """Returns, for each rank, the result of `function(meeting)` or the error it raised."""
         results: list[Any] = [None] * self.world_size
 
         def work(rank: int) -> None:
@@ -71,12 +71,12 @@ class Meeting:
 
 
 class Devices:
-    """A CUDA library without GPUs. An address is 1000 plus the rank that owns the memory.
+    """A fake CUDA library. An address is 1000 plus the rank that owns the memory.
 
     Attributes:
-        lost: pairs (from, to) of ranks between which stores do not arrive.
-        mapped: memory that is mapped or allocated now.
-        full: number of allocations that fail.
+        lost: pairs (from, to) of ranks whose stores do not arrive.
+        mapped: memory that is currently mapped or allocated.
+        full: how many allocations fail.
     """
 
     def __init__(self, lost: Sequence[tuple[int, int]] = (), full: int = 0) -> None:
@@ -129,7 +129,7 @@ class Devices:
 def create(
     monkeypatch: pytest.MonkeyPatch, devices: Devices, world_size: int
 ) -> tuple[list[Any], list[str]]:
-    """Returns the workspace or error of each rank, and an entry per emptied cache of torch."""
+    """Returns each rank's workspace or error, and an entry per time torch's cache was emptied."""
     emptied: list[str] = []
     monkeypatch.setattr(_native, "library", lambda backend: devices)
     monkeypatch.setattr(workspace, "_left_behind", [])
@@ -171,7 +171,7 @@ def test_lost_stores_are_an_obstacle_on_every_rank(
         assert made.addresses == []
         assert f"stores of rank {lost[0]} do not reach rank {lost[1]}" in made.obstacle
         assert "IOMMU" in made.obstacle
-        assert made.reach == ()  # three ranks of which two do not reach each other are no islands
+        assert made.reach == ()  # three ranks form no islands if two cannot reach each other
     assert not devices.mapped
 
 
@@ -206,7 +206,7 @@ def test_a_device_that_stays_full_is_an_error_on_every_rank(
 
 @contextlib.contextmanager
 def losing_stores(rank: int, culprit: int) -> Iterator[None]:
-    """Makes rank `culprit` write the probe for its first peer to unrelated memory."""
+    """Makes rank `culprit` write its first peer's probe to unrelated memory."""
     library = _native.library("cuda")
     decoy = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     original = library.ipc_probe

@@ -1,4 +1,4 @@
-"""`plan()` returns the algorithm that a call would run, or raises the call's error."""
+"""Tests that `plan()` returns the algorithm a call would run, or raises the call's error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allnorm.core import _native, hierarchical
 from allnorm.core.call import Call
 from allnorm.core.dispatch import Chooser
 
-# With about 2,720 or 5,440 columns, a row fits into a workspace of 64 KiB for some algorithms only.
+# Rows of about 2,720 or 5,440 columns fit into a 64 KiB workspace for some algorithms only.
 WIDTHS = (64, 1000, 2304, 2720, 2880, 4000, 5376, 8000, 12_000, 33_000)
 QUANTS = (
     None,
@@ -31,7 +31,7 @@ ALONE, PAIRS = ((0,), (1,)), ((0, 1), (2, 3))
 
 
 def cases(count: int) -> list[Case]:
-    """Returns cases with all widths and algorithms and random other fields, equal on all ranks."""
+    """Returns cases with all widths and algorithms, and other fields random but equal on ranks."""
     rng = random.Random(1)
     found = []
     for width, algorithm in itertools.islice(
@@ -77,7 +77,7 @@ def plan_of(c: allnorm.Communicator, case: Case) -> policy.Plan | Exception:
 
 
 def ran(c: allnorm.Communicator, case: Case) -> tuple[str, int] | Exception:
-    """Runs a case; returns the algorithm and its number of launches or pieces, or the error."""
+    """Runs a case; returns its algorithm and the number of launches or pieces, or the error."""
     pieces = []
     piece = hierarchical._Run._piece
 
@@ -105,7 +105,7 @@ def test_plan_is_what_runs(
     alone = tuple((rank,) for rank in range(world_size))
     islands = (PAIRS if world_size == 4 else alone) if over_islands else "auto"
     c = comm(workspace_bytes=workspace_bytes, islands=islands)
-    found: dict[str, int] = {}  # how often each algorithm ran, or an error was raised
+    found: dict[str, int] = {}  # how often each algorithm ran or an error was raised
     for case in cases(160):
         plan, got = plan_of(c, case), ran(c, case)
         if isinstance(plan, Exception) or isinstance(got, Exception):
@@ -124,7 +124,7 @@ def test_plan_is_what_runs(
 
 
 def test_plan_takes_every_argument_that_the_choice_depends_on() -> None:
-    """For example, a table's cluster size applies to plain calls only."""
+    """For example, a tuning table's cluster size applies to plain calls only."""
     step = policy.Step(None, "one_shot", 0, 4)
     table = policy.Table("measured", {("bfloat16", "norm"): [policy.Curve(4096, (step,))]})
     traits = policy.Traits("cuda", 4, tables=(table,))
@@ -132,7 +132,7 @@ def test_plan_takes_every_argument_that_the_choice_depends_on() -> None:
     asked: list[Call] = []
 
     class Stub:
-        """An endpoint that only chooses plans."""
+        """A fake endpoint that only chooses plans."""
 
         def check_open(self) -> None:
             pass
@@ -161,7 +161,7 @@ def test_plan_takes_every_argument_that_the_choice_depends_on() -> None:
 
 @on(cpu=(2,), gpu=(2, 8))
 def test_row_wider_than_the_workspace(rank: int, world_size: int) -> None:
-    """Calls with such rows run unfused, and the plan says why."""
+    """Checks that calls with too wide rows run unfused, and that the plan gives the reason."""
     small = comm(workspace_bytes=64 << 10)
     case = Case((3, 65536))
     plan = small.plan(3, 65536, case.dtype)

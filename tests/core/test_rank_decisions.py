@@ -1,7 +1,7 @@
-"""All ranks make matching launches and exchanges, for every number of rows.
+"""Tests that all ranks make matching launches and exchanges, for every number of rows.
 
-The simulation runs the code of each rank in turn, with a library and an exchange that only record
-requests. Thresholds of `policy` are reduced, so that tests reach both sides of each.
+The simulation runs each rank's code in turn, with a fake library and exchange that only record
+requests. It lowers the thresholds in `policy`, so that tests reach both sides of each threshold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from allnorm.testing import assert_same_bits, shared_input
 
 HIDDEN_SIZE = 32
 ROW_BYTES = 4 * HIDDEN_SIZE  # of float32 sums
-# Two hops pay from about four rows per rank on. A piece has 24 rows at most, 8 if pieces overlap.
+# Two hops are faster from about four rows per rank. Pieces have up to 24 rows, 8 if they overlap.
 SMALL = {
     "HIERARCHICAL_HOP_BYTES": 4 * ROW_BYTES,
     "HIERARCHICAL_SUM_BYTES": 24 * ROW_BYTES,
@@ -69,7 +69,7 @@ def call_of(
 
 
 class Recorder:
-    """A library and an exchange that only record requests.
+    """A fake library and exchange that only record requests.
 
     Attributes:
         steps: kind and number of tokens of each launch, kind and shape of each exchange.
@@ -105,7 +105,7 @@ class Recorder:
 
 
 class Waits:
-    """The part of a communicator that unfused calls use."""
+    """A fake of the part of a communicator that unfused calls use."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -153,7 +153,7 @@ def unfused_steps(
 
 
 def calls_of_all(islands: Any, num_tokens: int) -> Iterator[list[tuple[Call, Any]]]:
-    """Yields calls of every kind: per rank the call, and the rows that the rank owns."""
+    """Yields calls of every kind: for each rank, its call and the rows that it owns."""
     world_size = sum(map(len, islands))
     shards = [reference.row_shard(num_tokens, world_size, rank) for rank in range(world_size)]
     quants = itertools.islice(itertools.cycle(QUANTS), num_tokens % len(QUANTS), None)
@@ -166,10 +166,10 @@ def calls_of_all(islands: Any, num_tokens: int) -> Iterator[list[tuple[Call, Any
 
 
 def assert_alike(islands: Any, steps: list[list[tuple[Any, ...]]], what: object) -> None:
-    """Checks that launches match within islands, and exchanges between ranks of equal place.
+    """Checks that launches match within islands, and exchanges between ranks with equal places.
 
     The order of launches and exchanges must be the same on all ranks: a rank in an exchange would
-    wait forever for a rank of its island that is in a launch.
+    wait forever for a rank in its island that is in a launch.
     """
     orders = [[step[0] for step in own if step[0] != "local"] for own in steps]
     assert all(order == orders[0] for order in orders), what
@@ -243,7 +243,7 @@ def test_results_around_every_threshold(rank: int, world_size: int, name: str) -
 
 
 def test_a_rank_without_rows_crosses_in_two_hops() -> None:
-    """With one wide row, ranks of the owner's island take part in both hops but send no rows."""
+    """With one wide row, ranks in the owner's island take part in both hops but send no rows."""
     islands = ISLANDS["3x2"]
     shape = 1, 400_000
     whole = torch.zeros(shape, dtype=torch.bfloat16)

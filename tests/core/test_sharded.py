@@ -1,4 +1,4 @@
-"""Sharded residuals and all_gather_rows: layers of a model, refused calls, plans."""
+"""Tests sharded residuals and all_gather_rows: layers of a model, refused calls, plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECS = (
 @on(cpu=(1, 2, 3, 4), gpu=(1, 2, 3, 8))
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 5, 7, 33])
 def test_layers(rank: int, world_size: int, tokens: int) -> None:
-    """The residual stays sharded from layer to layer and is gathered at the end."""
+    """Keeps the residual sharded from layer to layer, and gathers it at the end."""
     c = comm()
     lo, hi = c.row_shard(tokens)
     assert (lo, hi) == reference.row_shard(tokens, world_size, rank)
@@ -52,7 +52,7 @@ def test_layers(rank: int, world_size: int, tokens: int) -> None:
 
 @on(cpu=(2, 5), gpu=(2, 8))
 def test_empty_shards_may_have_memory(rank: int, world_size: int) -> None:
-    """A rank that owns no row may pass an empty residual with or without memory."""
+    """A rank that owns no rows can pass an empty residual with or without memory."""
     c = comm()
     case = Case((1, 64), sharded=True)
     arguments = case.call_arguments(c)
@@ -63,7 +63,7 @@ def test_empty_shards_may_have_memory(rank: int, world_size: int) -> None:
 
 @on(cpu=(2, 3), gpu=(2,))
 def test_refusals(rank: int, world_size: int) -> None:
-    """All ranks refuse with equal messages, except those that name the rank's own rows."""
+    """Checks that all ranks raise equal messages, except for those that name a rank's own rows."""
     c = comm()
     case = Case((6, 64), sharded=True)
     x, a = case.x(rank), case.call_arguments(c)

@@ -1,4 +1,4 @@
-"""Internal functions of torch that calls use for speed: they answer as the public ones do."""
+"""Tests that the internal torch functions that calls use return the same as public ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_this_torch_has_both() -> None:
-    """Without them, calls would be slower than documented."""
+    """Without these functions, calls would be slower than documented."""
     assert shortcuts._guards_hold()
     assert shortcuts._fast_new("cpu") is not None
 
@@ -135,5 +135,5 @@ def test_c_dispatches_repeated_calls(rank: int, world_size: int) -> None:
                 counts.append(0)
                 case.method(c)(x.clone(), **arguments)
                 c.all_reduce(x)
-    # The first three cases share their all_reduce, which the last one's shape makes a new call.
+    # The first three cases have the same all_reduce; the last case has one of a different shape.
     assert counts == [2, 2, 0, 0, 0, 0, *[1, 1, 0, 0, 0, 0] * 2, 2, 2, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""`Communicator.stats()`: calls by algorithm, reasons for unfused calls, and the failure."""
+"""Tests `Communicator.stats()`: calls by algorithm, reasons for unfused calls, the failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_calls_are_counted(rank: int, world_size: int) -> None:
         ((reason, unfused),) = found.unfused.items()
         assert (unfused, found.fault) == (2, None)
         assert "caller" in reason or "asked" in reason, reason
-        # Calls with too many rows for the workspace count one launch per chunk.
+        # A call with too many rows for the workspace counts one launch per chunk.
         large = CASE.but(shape=(2000, 512), algorithm="one_shot")
         chunks = c.plan(2000, 512, large.dtype, algorithm="one_shot").num_chunks
         assert chunks > 1

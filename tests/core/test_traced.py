@@ -1,7 +1,7 @@
-"""Transforms and tracers of torch applied to calls: results are right, or the call is refused.
+"""Tests torch's transforms and tracers on calls: results are right, or the call is refused.
 
-Each is applied to methods, functions and operators, for first and for repeated calls. Results are
-compared with those of a plain call, for inputs that were not traced.
+Each transform or tracer is applied to methods, functions and operators, for first and repeated
+calls. Results are compared with those of a plain call, for inputs that were not used for tracing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Program = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class _Forms:
-    """All forms of calls, as programs of `x` and a residual or rows."""
+    """All forms of calls, as programs that take `x` and a residual or rows."""
 
     def __init__(self, c: allnorm.Communicator) -> None:
         weight = torch.linspace(0.5, 2, SHAPE[1], device=c.device)
@@ -113,7 +113,7 @@ def _vmap(f: Program, x: torch.Tensor, r: torch.Tensor) -> Any:
 
 
 def _function_mode(f: Program, x: torch.Tensor, r: torch.Tensor) -> Any:
-    with _Watching(), torch.device("meta"):  # factory functions would create meta tensors
+    with _Watching(), torch.device("meta"):  # which makes factory functions create meta tensors
         return f(x, r)
 
 
@@ -214,7 +214,7 @@ def test_gradients_are_refused(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_tangents_of_every_input(rank: int, world_size: int) -> None:
-    """Tangents of any input are refused, unless they are detached or have no effect."""
+    """Checks that tangents of any input are refused, unless they are detached or without effect."""
     c, (x, r) = comm(), _inputs(rank)
     weight = torch.ones(SHAPE[1], device=c.device)
     given = {"x": x, "residual": r, "weight": weight}
@@ -245,7 +245,7 @@ NESTED: dict[str, Callable[[Program, torch.Tensor, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("layout", ["strided", "jagged"])
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_tensors(rank: int, world_size: int, name: str, layout: str) -> None:
-    """Nested tensors are refused, or each part of the result is that of a call with the part."""
+    """Nested tensors are refused, or each part of the result equals that part's call."""
     x, r = _inputs(rank)
     nested = torch.nested.nested_tensor([x, 2 * x], layout=getattr(torch, layout))
     num_refused = 0
@@ -266,7 +266,7 @@ def test_nested_tensors(rank: int, world_size: int, name: str, layout: str) -> N
 
 @on(cpu=(2,), gpu=(2,))
 def test_dispatch_modes_see_calls(rank: int, world_size: int) -> None:
-    """A dispatch mode sees first and repeated calls, and its results are returned."""
+    """A dispatch mode must see first and repeated calls, and its results must be returned."""
     x, r = _inputs(rank)
     for form, program in _Forms(comm()).programs.items():
         for repeats in REPEATS:
@@ -278,7 +278,7 @@ def test_dispatch_modes_see_calls(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_given_results(rank: int, world_size: int) -> None:
-    """Tracing keeps given memory for results; vmap refuses it."""
+    """Tracing keeps preallocated memory for results; vmap refuses it."""
     c, (x, r) = comm(), _inputs(rank)
     weight, want = torch.ones(SHAPE[1], device=c.device), None
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
@@ -302,11 +302,11 @@ def test_given_results(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_torchscript_keeps_calls(rank: int, world_size: int) -> None:
-    """TorchScript neither drops unused calls, which peers make too, nor merges equal ones."""
+    """TorchScript neither drops unused calls, which peers make too, nor merges equal calls."""
     c, (x, r) = comm(), _inputs(rank)
 
     def program(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-        if rank == 0:  # does not use the results
+        if rank == 0:  # rank 0 does not use the results
             c.all_reduce(x)
             c.all_reduce(x)
             return x
@@ -337,7 +337,7 @@ def test_a_tracer_may_create_the_communicator_of_a_group(rank: int, world_size: 
 
 @on(cpu=(2,), gpu=(2,))
 def test_written_results_have_new_versions(rank: int, world_size: int) -> None:
-    """A call increments the version of memory that it writes, so that autograd sees the write."""
+    """A call bumps the version of memory that it writes, so that autograd sees the write."""
     c, (x, r) = comm(), _inputs(rank)
     weight, quant = torch.ones(SHAPE[1], device=c.device), allnorm.Fp8PerGroup(32)
 
@@ -382,7 +382,7 @@ def test_written_results_have_new_versions(rank: int, world_size: int) -> None:
         c.all_reduce(x, out=memory)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
-    with torch.inference_mode():  # tensors have no version
+    with torch.inference_mode():  # tensors have no version counter here
         memory = torch.empty_like(x)
         for _ in range(5):
             c.all_reduce(x, out=memory)

@@ -1,4 +1,4 @@
-"""Verdicts: ranks that come decide alike; ranks that do not come are waited for only once."""
+"""Tests verdicts: arriving ranks decide alike, and missing ranks are waited for only once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DONE = Answer(result="two sites")
 
 
 class Group:
-    """Ranks that are threads of this process."""
+    """Simulates the ranks of a group as threads."""
 
     def __init__(self, world_size: int, patience_s: float = 60.0) -> None:
         store = dist.HashStore()
         self.ranks = [Verdicts(store, rank, world_size, patience_s) for rank in range(world_size)]
 
     def ask(self, answers: dict[int, Answer], question: str = "graph") -> dict[int, Any]:
-        """Returns the verdict of each rank that asks, or "raised ..."."""
+        """Returns the verdict of each rank that asks, or "raised ..." for an error."""
 
         def of(rank: int) -> str:
             try:
@@ -102,7 +102,7 @@ def test_a_missing_rank_is_waited_for_once() -> None:
     for _ in range(20):
         assert group.ask({0: DONE, 2: DONE}) == {0: "", 2: ""}
     assert 0.3 <= time.monotonic() - began < 0.3 * 20
-    # After the rank has come, the others wait for it again.
+    # After the missing rank has arrived, the others wait for it again.
     group.ask({0: DONE, 1: DONE, 2: DONE}, "late")
     for verdicts in group.ranks:
         verdicts._patience_s = 60.0
@@ -138,7 +138,7 @@ CALL, OTHER, LEFT = Step("call"), Step("other call"), Step("", "no luck")
 def settled(
     group: Group, graphs: dict[int, tuple[str, list[Step]]], pause: float = 0.0
 ) -> dict[int, str]:
-    """Returns the verdict of each rank on its graph, or "raised ..."."""
+    """Returns each rank's verdict on its graph, or "raised ..." for an error."""
 
     def of(rank: int) -> str:
         time.sleep(pause * rank)

@@ -1,4 +1,4 @@
-"""Watching processes, and rendezvous of ranks: deadlines, and errors that name missing ranks."""
+"""Tests the watching of processes, and the rendezvous: deadlines, errors name missing ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def elsewhere(machine: str, absent: int = NO_PID) -> Iterator[None]:
 
 
 class Ends:
-    """Records the ends of processes that a Watch reports."""
+    """Records the process exits that a Watch reports."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, bool, float]] = []
@@ -160,7 +160,7 @@ def test_a_process_that_cannot_be_seen(process: subprocess.Popen[bytes]) -> None
 
 
 def test_a_process_of_a_different_machine(process: subprocess.Popen[bytes]) -> None:
-    """The first PID namespace has the same ID on every machine."""
+    """A PID namespace's ID is not enough: every machine's first namespace has the same ID."""
     with elsewhere("machine 1"):
         same_number, no_process = identity(process.pid), identity(process.pid)
     no_process = no_process._replace(pid=NO_PID)
@@ -185,7 +185,7 @@ def test_unreadable_namespaces_are_not_the_same(monkeypatch: pytest.MonkeyPatch)
 
 @on(cpu=(2,))
 def test_peers_of_different_machines_are_not_mistaken_for_dead(rank: int, world_size: int) -> None:
-    """The peer's process ID belongs to no process of this machine."""
+    """The peer's process ID does not exist on this machine."""
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     with elsewhere(f"machine {rank}", absent=pids[1 - rank]):
@@ -278,7 +278,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(rank: int, world_size: int) 
 
 @on(cpu=(3,))
 def test_creation_is_bounded_and_names_missing_ranks(rank: int, world_size: int) -> None:
-    """The last rank comes too late for the first attempt. The second one succeeds."""
+    """The last rank is too late for the first attempt. The second attempt succeeds."""
     text = ""
     if rank == 2:
         time.sleep(2.5)
@@ -288,7 +288,7 @@ def test_creation_is_bounded_and_names_missing_ranks(rank: int, world_size: int)
             allnorm.Communicator(device="cpu", timeout=1.0)
         text = str(caught.value)
         assert 0.9 < time.monotonic() - start < LATE_SECONDS
-        # The first rank that times out names rank 2. The second one may name the first.
+        # The first rank that times out names rank 2. The second may name the first rank.
         assert getattr(caught.value, "peer", -1) == 2 or "another rank has given up" in text
     # The late rank joins the meeting of the second attempt directly.
     with allnorm.Communicator(device="cpu", timeout=60) as c:

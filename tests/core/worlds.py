@@ -1,7 +1,7 @@
-"""Random worlds: processes join one world of ranks after another, and are replaced.
+"""Runs random worlds: processes join one world of ranks after another, and are replaced.
 
-The seed of a world, equal on every rank, decides what happens in it. `Workers` are the processes,
-which have been in different worlds before, or in none.
+A world's seed, equal on every rank, determines what happens in it. `Workers` holds the processes.
+Each has been in different worlds before, or in none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Workers:
             self._pipes[slot].send((function, (rank, len(slots), *arguments)))
 
     def results(self, slots: Sequence[int], seconds: float) -> list[Any]:
-        """Returns the result per slot: "raised ..." for an error, or "died" or "hangs"."""
+        """Returns a result per slot: "raised ..." for an error, or "died" or "hangs"."""
         until, found = time.monotonic() + seconds, []
         for slot in slots:
             try:
@@ -114,11 +114,11 @@ def _work(pipe: Any, port: int) -> None:
 
 
 def join(store: Any, rank: int, world_size: int, name: str, seconds: float) -> None:
-    """Joins a world; leaves the previous one first."""
+    """Leaves the previous world, and joins a new one."""
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-    # torch numbers the groups of a process, and does not reset the number after a failure.
+    # torch numbers a process's groups, and does not reset the number after a failure.
     dist.distributed_c10d._world.group_count = 0
     os.environ["ALLNORM_TIMEOUT_SECONDS"] = str(seconds)  # for for_group()
     dist.init_process_group(
@@ -149,7 +149,7 @@ def check_calls(comm: allnorm.Communicator, chosen: random.Random) -> None:
 
 
 def use(group: dist.ProcessGroup, chosen: random.Random, seconds: float) -> str:
-    """Creates a communicator of a group in a random way and uses it; returns its name."""
+    """Creates a group's communicator in a random way and uses it; returns its name."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     way = chosen.choice(("plain", "for_group", "islands", "refused", "late", "left open"))
     odd_one = chosen.randrange(world_size)
@@ -190,10 +190,10 @@ def use(group: dist.ProcessGroup, chosen: random.Random, seconds: float) -> str:
 
 
 def live(store: Any, rank: int, world_size: int, name: str, seed: int, seconds: float) -> Any:
-    """Runs a rank in one world: creates, uses and destroys groups.
+    """Runs one rank of a world: creates, uses and destroys groups.
 
     Returns:
-        The names of the communicators, with the ranks of their groups.
+        The communicators' names, with the ranks of their groups.
     """
     chosen = random.Random(seed)
     join(store, rank, world_size, name, seconds)
@@ -221,7 +221,7 @@ def live(store: Any, rank: int, world_size: int, name: str, seed: int, seconds: 
                 dist.destroy_process_group(group)
             del group
             gc.collect()
-    dist.barrier()  # a rank that left earlier would close connections of its peers
+    dist.barrier()  # a rank that left earlier would close its peers' connections
     return names
 
 
@@ -257,7 +257,7 @@ def random_worlds(seed: int, seconds: float, slots: int = 4) -> dict[str, int]:
             results = workers.results(members, 2 * TIMEOUT_SECONDS)
             assert "hangs" not in results, (what, results)
             if doomed:
-                # Collectives of torch raise torch's errors. Errors of allnorm name only the victim.
+                # torch's collectives raise torch's errors. allnorm's errors name only the victim.
                 text = "\n".join(map(str, results))
                 assert "AssertionError" not in text, (what, text)
                 named = set(re.findall(r"rocess (\d+)(?: of rank \d+)? has ended", text))
@@ -278,7 +278,7 @@ def random_worlds(seed: int, seconds: float, slots: int = 4) -> dict[str, int]:
 
 
 def _check_names(results: list[Any], what: str) -> None:
-    """Checks that all ranks of a group have the same names of communicators, in the same order."""
+    """Checks that all ranks of a group have the same communicator names, in the same order."""
     by_ranks: dict[tuple[int, ...], dict[int, list[str]]] = {}
     for rank, names in enumerate(results):
         for name, ranks in names:
