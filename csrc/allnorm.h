@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 #define ALLNORM_API __attribute__((visibility("default")))
-// Incremented with every incompatible change of this file. Python rejects a library with a
+// Incremented with every incompatible change to this file. Python rejects a library with a
 // different number.
 #define ALLNORM_ABI_VERSION 7
 #define ALLNORM_MAX_WORLD_SIZE 64
@@ -44,13 +44,13 @@ typedef enum AllnormAlgorithm {
   ALLNORM_TWO_SHOT = 1,
 } AllnormAlgorithm;
 
-// The operator of a call: what is done with the reduced sum.
+// The operator of a call: how the reduced sum is processed.
 typedef enum AllnormOp {
   ALLNORM_ALL_REDUCE = 0,       // out = reduced
   ALLNORM_ADD_RMS_NORM = 1,     // residual_out = reduced (+ residual); out = rms_norm(residual_out)
   ALLNORM_ALL_GATHER_ROWS = 2,  // no sum: out = the rows of every rank's x
-  // out = float32 sums, not rounded, of the rows that this rank owns. They are added to those of
-  // other islands before ALLNORM_ISLAND_SUMS. Step 1b of docs/numerics.md; TWO_SHOT only.
+  // out = float32 sums, not rounded, of the rows that this rank owns. They are added to other
+  // islands' sums before ALLNORM_ISLAND_SUMS. Step 1b of docs/numerics.md; TWO_SHOT only.
   ALLNORM_SUM_ROWS = 3,
 } AllnormOp;
 
@@ -133,8 +133,8 @@ typedef struct AllnormCall {
   int64_t scale_group_stride;
 
   // Bytes that a rank can push to all peers together per nanosecond (GB/s). Calls with many rows
-  // send no faster than that. 0: unknown, stores are not delayed. CUDA only; may differ between
-  // ranks.
+  // send no faster than this rate. 0: unknown, stores are not delayed. CUDA only; may differ
+  // between ranks.
   double link_gbps;
 
   // Post norm and scale of the reduced sum: step 1c of docs/numerics.md. ADD_RMS_NORM only.
@@ -144,12 +144,12 @@ typedef struct AllnormCall {
   float post_weight_bias;
   float sum_scale;  // ALLNORM_SCALED: factor of the sum, or of its norm
 
-  // The rows of experts whose sum is this rank's partial: step 0 of docs/numerics.md. Not with
-  // ALL_GATHER_ROWS or several sources. All of it may differ between ranks.
+  // The experts' rows, whose sum is this rank's partial: step 0 of docs/numerics.md. Not with
+  // ALL_GATHER_ROWS or multiple sources. All of these fields may differ between ranks.
   int32_t top_k;           // choices per token, at most 16; 0: x is dense, and the rest is ignored
   int32_t expert_padding;  // 0
   int64_t num_rows;        // rows of x; without expert_index num_tokens * top_k
-  // [num_tokens, top_k], the row of x of every choice; -1: not on this rank. Any other invalid
+  // [num_tokens, top_k], the row of x for each choice; -1: not on this rank. Any other invalid
   // number makes the token NaN. NULL: choice k of token t is row t * top_k + k.
   const int32_t* expert_index;
   const float* expert_weights;  // [num_tokens, top_k], factors of the rows, or NULL
@@ -169,19 +169,18 @@ typedef enum AllnormCallFlags {
   // ADD_RMS_NORM and TWO_SHOT; implied by ALL_GATHER_ROWS.
   ALLNORM_RESIDUAL_SHARDED = 2,
   ALLNORM_SCALED = 4,  // sum_scale is used
-  // With post_weight and without quant: there is no norm after the residual, which is the only
-  // result.
+  // With post_weight and without quant: the call ends with the residual, which is not normed and is
+  // the only result.
   ALLNORM_NO_NORM = 8,
   // Scales are bytes in tiles of 128 rows by 4 groups. With NVFP4, or with PER_GROUP of 32 and
   // UE8M0.
   ALLNORM_SWIZZLED_SCALES = 16,
-  // x contains the float32 sums of several islands for the rows that this rank owns. They are added
-  // in order and rounded; the other ranks of this island receive the results. With ALL_REDUCE or
-  // ADD_RMS_NORM and TWO_SHOT; allnorm_run only.
+  // x contains the float32 sums of multiple islands for the rows that this rank owns. They are
+  // added in order and rounded; the other ranks of this island receive the results. With ALL_REDUCE
+  // or ADD_RMS_NORM and TWO_SHOT; allnorm_run only.
   ALLNORM_ISLAND_SUMS = 32,
   // With ALL_GATHER_ROWS: the rows describe calls that do not use this library's exchange. Their
-  // CallTag differs from that of every other call, so that no rank mistakes them for a caller's
-  // rows.
+  // CallTag differs from every other call's tag, so that no rank mistakes them for a caller's rows.
   ALLNORM_ANNOUNCEMENT = 64,
 } AllnormCallFlags;
 
@@ -196,14 +195,15 @@ typedef struct AllnormFault {
   int32_t peer;
   uint32_t expected_op;  // this rank's operation number
   uint32_t seen_op;      // the last operation number that the peer announced
-  // If DIVERGED and shapes and tokens are equal, the calls differ in a value that is announced as a
-  // hash: eps, weight_bias, weight_dtype, scale_format, the post norm or sum_scale.
+  // If status is DIVERGED and shapes and tokens are equal, the calls differ in a value that is
+  // announced only as a hash: eps, weight_bias, weight_dtype, scale_format, the post norm or
+  // sum_scale.
   uint32_t expected_shape;  // packed description of the call: CallTag in protocol/call_tag.h
   uint32_t seen_shape;
   uint32_t expected_tokens;
   uint32_t seen_tokens;
   // Bit mask of peers whose processes have ended, which allnorm_comm_peers_died() passes to
-  // kernels. Not part of the record. ALLNORM_NO_PEER_COMES: no wait can succeed any more.
+  // kernels. Not part of the record. ALLNORM_NO_PEER_COMES: no further wait can succeed.
   uint32_t died;
 } AllnormFault;
 #define ALLNORM_NO_PEER_COMES 0x80000000u
@@ -236,14 +236,14 @@ ALLNORM_API int32_t allnorm_abi_version(void);
 ALLNORM_API const char* allnorm_build_info(void);
 ALLNORM_API const char* allnorm_last_error(void);
 
-// Returns the most rows of such a call per launch with this workspace; 0 if not even one fits.
-// Depends only on values that all ranks agree on: op, algorithm, dtype, num_tokens, hidden_size,
-// flags, quant, group_size, and whether `out` is NULL.
+// Returns the maximum number of rows of such a call that fit into one launch with this workspace; 0
+// if not even one row fits. Depends only on values that all ranks agree on: op, algorithm, dtype,
+// num_tokens, hidden_size, flags, quant, group_size, and whether `out` is NULL.
 ALLNORM_API int64_t allnorm_rows_per_chunk(int32_t world_size, int64_t workspace_bytes,
                                            const AllnormCall* call);
 
-// Initializes this rank's workspace, and returns when the device sees it. All ranks must pass a
-// barrier between create and the first run.
+// Initializes this rank's workspace, and returns once the device sees the initialized memory. All
+// ranks must pass a barrier between create and the first run.
 ALLNORM_API int32_t allnorm_comm_create(const AllnormCommConfig* config, AllnormComm** comm);
 
 // Ends the calls of other threads, then releases everything but the handle. On CPU, waiting calls
@@ -253,40 +253,42 @@ ALLNORM_API int32_t allnorm_comm_create(const AllnormCommConfig* config, Allnorm
 // Its CUDA graph may be launched again, so nothing is released, and the workspaces must stay.
 ALLNORM_API int32_t allnorm_comm_close(AllnormComm* comm);
 
-// Closes the communicator and frees the handle, which no thread may use any more. ALLNORM_BUSY as
-// above; the handle then stays valid. Does nothing in a forked child.
+// Closes the communicator and frees the handle, which no thread may use afterwards. Returns
+// ALLNORM_BUSY when allnorm_comm_close() does; the handle then stays valid. Does nothing in a
+// forked child.
 ALLNORM_API int32_t allnorm_comm_destroy(AllnormComm* comm);
 
 // Reports that processes of peers have ended: bit q of `peers` for rank q. Waits for these ranks,
-// and for ranks that wait for them, end with ALLNORM_PEER_DIED, now and later, also in running
-// kernels and in graphs. A failure is recorded only when a rank waits. `all`: no wait for any rank
-// can succeed any more. Never waits; callable from any thread.
+// and for ranks that wait for them, end with ALLNORM_PEER_DIED, now and later, including waits in
+// running kernels and in graphs. A failure is recorded only when a rank waits. `all`: no further
+// wait for any rank can succeed. Never waits; callable from any thread.
 ALLNORM_API int32_t allnorm_comm_peers_died(AllnormComm* comm, uint64_t peers, int32_t all);
 
 // Makes a call; collective. Divides the rows into chunks that fit into the workspace. CPU: returns
 // when the call is complete. CUDA: enqueues on call->stream and returns, never synchronizes, and
 // may be captured in a graph. On CUDA every row and the weights must be aligned to 16 bytes, and
 // quantized rows must be a multiple of 8 bytes apart (of 4 for float32). Concurrent calls on one
-// communicator run one at a time in an unspecified order; make sure that it is the same on every
-// rank.
+// communicator run one at a time in an unspecified order; the caller must make sure that the order
+// is the same on every rank.
 //
-// CUDA: calls are ordered on the device, whatever streams they are on; captured calls within their
-// capture. The caller orders graph launches among each other and with other calls. If CUDA rejects
-// a call whose arguments were accepted, the peers may have made it. It then returns ALLNORM_SYSTEM,
-// and so does every later call.
+// CUDA: calls are ordered on the device, whatever streams they are on; captured calls are ordered
+// only within their capture. The caller must order graph launches relative to each other and to
+// other calls. If CUDA rejects a call whose arguments were accepted, the peers may already have
+// made that call. The call then returns ALLNORM_SYSTEM, and so does every later call.
 ALLNORM_API int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call);
 
 // Sums call->num_sources sources in order (x + i * source_stride), then applies the op; not
-// collective. ALL_GATHER_ROWS and SUM_ROWS are not allowed. Any hidden_size. With one source it is
-// a plain add + RMSNorm (+ quantization) of a reduced tensor. Ignores ALLNORM_RESIDUAL_SHARDED,
-// because every row is this rank's.
+// collective. ALL_GATHER_ROWS and SUM_ROWS are not allowed. Any hidden_size. With one source, the
+// call is a plain add + RMSNorm (+ quantization) of a reduced tensor. Ignores
+// ALLNORM_RESIDUAL_SHARDED, because every row is this rank's.
 ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
 
 // Copies the failure record; never waits. Returns fault->status.
 ALLNORM_API int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault);
 
-// Launches of a communicator on this rank, by algorithm. A call that is divided into chunks has
-// several. On CUDA they include replays of CUDA graphs, and only launches that have run count.
+// The number of this rank's launches on a communicator, by algorithm. A call that is divided into
+// chunks has one launch per chunk. On CUDA, replays of CUDA graphs count too, and a launch counts
+// only once it has run.
 typedef struct AllnormStats {
   uint64_t one_shot;
   uint64_t two_shot;  // includes rows with owners
@@ -313,11 +315,11 @@ ALLNORM_API int32_t allnorm_shm_open(const char* name, int64_t bytes, void** add
 ALLNORM_API int32_t allnorm_shm_unlink(const char* name);
 ALLNORM_API int32_t allnorm_shm_unmap(void* address, int64_t bytes);
 
-// CUDA library only: `stream` exists as long as the process. Calls on it are ordered without an
-// event per call (csrc/gpu/stream_order.h). The default stream always lasts.
+// CUDA library only: declares that `stream` exists as long as the process does. Calls on it are
+// ordered without an event per call (csrc/gpu/stream_order.h). The default stream always lasts.
 ALLNORM_API int32_t allnorm_stream_lasts(void* stream);
 
-// CUDA library only: the device and the kernels that the driver has loaded on it.
+// CUDA library only: a device, and the kernels that the driver has loaded on it.
 typedef struct AllnormDeviceCode {
   int32_t capability;     // compute capability of the device: 10 * major + minor
   int32_t compiled_for;   // the kernels' target; below 90 they are slow, without
@@ -335,13 +337,13 @@ ALLNORM_API int32_t allnorm_ipc_create(int32_t device, int64_t bytes, void** add
 // Maps a peer's memory; fails where the devices have no peer access.
 ALLNORM_API int32_t allnorm_ipc_open(int32_t device, const AllnormIpcHandle* handle,
                                      void** address);
-// Stores a word into the workspace of every peer with a kernel, and waits for the kernel.
+// Launches a kernel that stores a word into every peer's workspace, and waits for the kernel.
 // `workspaces`: the workspaces of all ranks, just created by allnorm_ipc_create and mapped.
 ALLNORM_API int32_t allnorm_ipc_probe(int32_t device, int32_t rank, int32_t world_size,
                                       void* const* workspaces);
-// Call after all ranks have called allnorm_ipc_probe. Sets bit q of `missing` if the word of rank q
-// has not arrived in this rank's workspace, at `address`, within `timeout_ns`. Peer access then
-// maps memory but loses stores, and the ranks must not create a communicator over it.
+// Call after all ranks have called allnorm_ipc_probe. Sets bit q of `missing` if rank q's word has
+// not arrived in this rank's workspace, at `address`, within `timeout_ns`. Peer access then maps
+// memory but loses stores, and the ranks must not create a communicator that uses it.
 ALLNORM_API int32_t allnorm_ipc_probed(int32_t device, int32_t rank, int32_t world_size,
                                        const void* address, int64_t timeout_ns, uint32_t* missing);
 // Tells every peer that this rank has left, and unmaps the peers' workspaces as far as possible

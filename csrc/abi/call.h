@@ -1,4 +1,4 @@
-// Predicates and sizes of a call, for all backends.
+// Predicates on calls and their sizes, for all backends.
 #pragma once
 
 #include <cstdint>
@@ -36,15 +36,15 @@ inline bool is_sharded(const AllnormCall& call) {
 inline bool is_announcement(const AllnormCall& call) {
   return (call.flags & ALLNORM_ANNOUNCEMENT) != 0;
 }
-// Return whether a call is the part before, or after, an exchange between islands (numerics step
-// 1b).
+// Return whether a call is the part before (makes_sums) or after (takes_sums) an exchange between
+// islands: numerics step 1b.
 inline bool makes_sums(const AllnormCall& call) { return call.op == ALLNORM_SUM_ROWS; }
 inline bool takes_sums(const AllnormCall& call) { return (call.flags & ALLNORM_ISLAND_SUMS) != 0; }
 inline bool is_hierarchical(const AllnormCall& call) {
   return makes_sums(call) || takes_sums(call);
 }
-// Returns whether every row has an owner, the rank that sums it. Kernels then process rows in the
-// order of dealt_row().
+// Returns whether every row has an owner, the rank that sums it. Kernels then process rows in
+// dealt_row() order.
 inline bool uses_owners(const AllnormCall& call) {
   return is_sharded(call) || is_hierarchical(call);
 }
@@ -58,13 +58,13 @@ inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
 inline bool ends_with_sum(const AllnormCall& call) {
   return is_norm(call) && (call.flags & ALLNORM_NO_NORM) != 0;
 }
-// Returns the scales per quantized row; 0 if scales are not a result.
+// Returns the number of scales per quantized row; 0 if scales are not a result.
 inline int64_t scales_per_row(const AllnormCall& call) {
   if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;
   if (is_nvfp4(call)) return call.hidden_size / kNvFp4GroupElems;
   return call.quant == ALLNORM_QUANT_PER_TOKEN ? 1 : call.hidden_size / call.group_size;
 }
-// Returns the tiles of scales per row of tiles.
+// Returns the number of scale tiles per row of tiles.
 inline int64_t scale_tiles(const AllnormCall& call) {
   return (scales_per_row(call) + kTileGroups - 1) / kTileGroups;
 }

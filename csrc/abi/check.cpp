@@ -10,7 +10,7 @@
 namespace allnorm {
 namespace {
 
-constexpr int32_t kCallFlags = 2 * ALLNORM_ANNOUNCEMENT - 1;  // all of them
+constexpr int32_t kCallFlags = 2 * ALLNORM_ANNOUNCEMENT - 1;  // all flags
 
 int32_t check_struct(const char* name, uint32_t given, size_t expected) {
   if (given == expected) return ALLNORM_OK;
@@ -70,7 +70,7 @@ int32_t check_eps(const char* name, float eps) {
               static_cast<double>(eps));
 }
 
-// Checks step 1c, and whether there is a final norm.
+// Checks the arguments of step 1c, and the flag that omits the final norm.
 int32_t check_change(const AllnormCall& call) {
   if ((call.flags & ALLNORM_SCALED) != 0 && !std::isfinite(call.sum_scale)) {
     return fail(ALLNORM_INVALID_ARGUMENT, "sum_scale is %g; expected a finite number",
@@ -130,7 +130,7 @@ int32_t check_call(const AllnormCall* call) {
   if (call->top_k < 0 || call->top_k > 16) {
     return invalid("top_k", call->top_k, "0 (x is dense) to 16");
   }
-  // At the slowest rate, the time of a row in picoseconds still fits into 32 bits.
+  // The lower bound ensures that the time of a row in picoseconds fits into 32 bits.
   if (call->link_gbps != 0 && !(call->link_gbps >= 1 && call->link_gbps <= 1e6)) {
     return fail(ALLNORM_INVALID_ARGUMENT, "link_gbps is %g; expected 0 (unknown) or 1 to 1e6",
                 call->link_gbps);
@@ -146,7 +146,7 @@ int32_t check_num_tokens(const AllnormCall& call) {
   return invalid("num_tokens", call.num_tokens, "0 to 2^31 - 1");
 }
 
-// Checks step 0; num_tokens must have been checked.
+// Checks the arguments of step 0; num_tokens must have been checked.
 int32_t check_experts(const AllnormCall& call) {
   if (!sums_experts(call)) return ALLNORM_OK;
   if (call.op == ALLNORM_ALL_GATHER_ROWS)
@@ -157,7 +157,7 @@ int32_t check_experts(const AllnormCall& call) {
                 static_cast<long long>(call.num_rows),
                 static_cast<long long>(call.num_tokens * call.top_k));
   }
-  // The greatest number of a row that kernels multiply by a stride.
+  // The upper bound limits the row numbers that kernels multiply by a stride.
   if (call.num_rows >= 0 && call.num_rows <= INT32_MAX) return ALLNORM_OK;
   return invalid("num_rows", call.num_rows, "0 to 2^31 - 1");
 }

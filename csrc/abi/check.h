@@ -1,5 +1,5 @@
 // Checks of the C ABI, for all backends. They return ALLNORM_OK, or ALLNORM_INVALID_ARGUMENT with a
-// text that says what was given and what was expected.
+// message that names the given and the expected value.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ int64_t element_bytes(int dtype);
 
 // Checks everything in a call except its number of rows and its memory.
 int32_t check_kind(const AllnormCall* call);
-// `config`: of the communicator, or NULL.
+// Check a whole call. `config`: the communicator's config, or NULL.
 int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call);
 int32_t check_local(const AllnormCall* call);
-// Checks the memory of a call's tensors. `num_sources`: matrices of x. `held`: the rows that only
-// this rank holds (x of all_gather_rows; a sharded residual). `owned`: the rows that this rank sums
-// for its peers, which are also the rows of island sums.
+// Checks the memory of a call's tensors. `num_sources`: number of matrices in x. `held`: the rows
+// that only this rank holds (x of all_gather_rows; a sharded residual). `owned`: the rows that this
+// rank sums for its peers, which are also the rows of island sums.
 int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& held,
                      const RowRange& owned);
 // Checks whether every row is aligned for loads and stores of whole packs, as the CUDA kernels of

@@ -1,5 +1,5 @@
-// Checks the memory of a call's tensors: present and aligned, rows and scales that do not overlap,
-// and results separate from everything else.
+// Checks the memory of a call's tensors: it must be present and aligned, rows and scales must not
+// overlap, and results must be separate from everything else.
 #include <algorithm>
 #include <cstdint>
 
@@ -22,8 +22,9 @@ struct Range {
   int64_t stride;  // elements between rows; 0 for a single row
 };
 
-// The elements of a tensor: after `skipped` elements, `columns` elements. These repeat `repeats`
-// times at distances of `stride`, and all of that `far_repeats` times at distances of `far_stride`.
+// The elements of a tensor: `columns` elements that follow `skipped` unused ones. They repeat
+// `repeats` times at distances of `stride`, and the whole pattern repeats `far_repeats` times at
+// distances of `far_stride`.
 struct Extent {
   int64_t columns;
   int64_t repeats = 0;
@@ -33,7 +34,7 @@ struct Extent {
   int64_t skipped = 0;
 };
 
-// Computes the elements from the address of a tensor to its end. Returns false on overflow.
+// Computes the number of elements from a tensor's address to its end. Returns false on overflow.
 bool elements_of(const Extent& extent, int64_t* elements) {
   int64_t near = 0, far = 0;
   return !__builtin_mul_overflow(extent.repeats, extent.stride, &near) &&
@@ -73,8 +74,8 @@ class Tensors {
     }
   }
 
-  // Adds a result. It must not share memory with earlier tensors, except with the one called
-  // `allowed`: each row of that may be the same row of the result.
+  // Adds a result. It must not share memory with earlier tensors, except with the tensor called
+  // `allowed`: each of that tensor's rows may be stored where the same row of the result is.
   void add_result(const char* name, const void* data, int64_t element_bytes, const Extent& extent,
                   const char* allowed = nullptr) {
     const int before = count_;
@@ -103,12 +104,12 @@ class Tensors {
 constexpr const char* kX = "x";
 constexpr const char* kResidual = "residual";
 
-// Rows of x on a rank that has all of them.
+// Returns the number of rows of x on a rank that has all rows.
 int64_t rows_of_x(const AllnormCall& call) {
   return sums_experts(call) ? call.num_rows : call.num_tokens;
 }
 
-// Rows of x on a rank that holds or owns some of them.
+// Returns the number of rows of x on a rank that holds or owns some of the rows.
 int64_t rows_of_x(const AllnormCall& call, int64_t num_held, int64_t num_owned) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return num_held;
   return takes_sums(call) ? num_owned : rows_of_x(call);
@@ -133,14 +134,15 @@ int32_t check_present(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
-// Bound of strides, so that no address computed from a stride overflows.
+// Upper bound on strides, so that no address computed from a stride overflows.
 constexpr int64_t kFarthest = int64_t{1} << 48;
 
 int32_t check_strides(const AllnormCall& call) {
   const bool norm = is_norm(call), any = call.num_tokens > 0, many = call.num_tokens > 1;
   const int64_t columns = call.hidden_size;
   int32_t status = ALLNORM_OK;
-  // `several`: whether the call has several such rows; then they are at least `least` apart.
+  // `several`: whether the call has more than one such row. Such rows must be at least `least`
+  // apart.
   const auto check = [&](const char* name, int64_t stride, bool several, int64_t least = 0) {
     if (status != ALLNORM_OK) return;
     if (stride < -kFarthest || stride > kFarthest) {
@@ -166,7 +168,7 @@ int32_t check_strides(const AllnormCall& call) {
   return status;
 }
 
-// 32-bit words of scales in a row.
+// Returns the number of 32-bit words that a row's scales take.
 int64_t scale_words(const AllnormCall& call) {
   const int64_t scales = scales_per_row(call);
   return call.scale_format == ALLNORM_SCALE_UE8M0_PACKED ? (scales + 3) / 4 : scales;
@@ -221,7 +223,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
 
   const int64_t columns = call.hidden_size, width = element_bytes(call.dtype);
   const int64_t num_held = held.end - held.begin;
-  // Sums of islands are float32, for the rows that this rank owns.
+  // Island sums are float32, and exist only for the rows that this rank owns.
   const int64_t x_width = takes_sums(call) ? 4 : width, out_width = makes_sums(call) ? 4 : width;
   const int64_t num_owned = owned.end - owned.begin;
   const int64_t out_rows = makes_sums(call) ? num_owned : call.num_tokens;
@@ -239,7 +241,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
                   .far_stride = call.scale_group_stride};
   int64_t scale_bytes = is_nvfp4(call) ? 1 : 4;
   if (is_swizzled(call)) {
-    // In words: the four scales of a row in a tile.
+    // Counted in words, each with the four scales that a row has in a tile.
     const int64_t end = call.first_scale_row + call.num_tokens + call.scale_padding_rows;
     scale = {.columns = (end + kTileRows - 1) / kTileRows * scale_tiles(call) * kTileRows};
     scale_bytes = kTileGroups;

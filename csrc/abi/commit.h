@@ -3,8 +3,8 @@
 
 namespace allnorm {
 
-// Returns the hash of 40 digits, with the suffix "-dirty" if files that are built in had
-// uncommitted changes; "" if the sources were built without git.
+// Returns the 40-digit hash, with the suffix "-dirty" if files that are built in had uncommitted
+// changes; "" if the sources were built without git.
 const char* built_commit();
 
 }  // namespace allnorm

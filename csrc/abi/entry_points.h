@@ -31,7 +31,7 @@ int32_t allnorm_comm_close(AllnormComm* comm) {
 }
 
 int32_t allnorm_comm_destroy(AllnormComm* comm) {
-  // A forked child must not release its parent's resources; the rest ends with the process.
+  // A forked child must not release its parent's resources; everything else is freed when it exits.
   if (comm == nullptr || comm->gate.check_process() != ALLNORM_OK) return ALLNORM_OK;
   if (const int32_t status = allnorm_comm_close(comm)) return status;
   delete comm;

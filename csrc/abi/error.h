@@ -1,4 +1,4 @@
-// Error texts, one per thread.
+// Error messages, one per thread.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace allnorm {
 
-// Stores the text that allnorm_last_error() returns on this thread; returns `status`.
+// Stores the message that allnorm_last_error() returns on this thread; returns `status`.
 __attribute__((format(printf, 2, 3))) int32_t fail(AllnormStatus status, const char* format, ...);
 
 // Fails with "`what` is `given`; expected `expected`".

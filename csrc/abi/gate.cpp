@@ -7,8 +7,8 @@
 namespace allnorm {
 namespace {
 
-// Number of fork() calls of which this process is the child. Not the process id: querying it is a
-// system call, and ids are reused.
+// Incremented in the child by every fork(), so that it differs between a process and its children.
+// The process id would not do: querying it is a system call, and ids are reused.
 std::atomic<uint32_t> g_forks{0};
 const int g_registered =
     pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1, std::memory_order_relaxed); });

@@ -15,7 +15,7 @@ class Gate {
  public:
   Gate();
 
-  // Returns ALLNORM_OK (then call leave()) or ALLNORM_CLOSED, with the error text set.
+  // Returns ALLNORM_OK (then call leave()), or ALLNORM_CLOSED with the error message set.
   int32_t enter();
   void leave();
 
@@ -25,14 +25,14 @@ class Gate {
   // Waits until the last call has left. Never returns if the calling thread is in a call.
   void wait_until_empty();
 
-  // Returns ALLNORM_CLOSED, with the error text set, in a forked child of the gate's process.
+  // Returns ALLNORM_CLOSED, with the error message set, in a forked child of the gate's process.
   int32_t check_process() const;
 
  private:
   static constexpr uint32_t kShut = 1u << 31;
 
   const uint32_t process_;
-  std::atomic<uint32_t> state_{0};  // kShut, and the number of calls inside
+  std::atomic<uint32_t> state_{0};  // kShut, and the number of calls in progress
   std::mutex closing_;
 };
 

@@ -1,4 +1,4 @@
-// The tag of a call: the values that ranks compare.
+// Fills the tag of a call, which contains the values that ranks compare.
 #pragma once
 
 #include <bit>
@@ -24,14 +24,14 @@ inline uint64_t hash_of_change(const AllnormCall& call) {
   return ((norm ^ norm >> 32) * 0xff51afd7ed558ccdu) ^ (rest >> 31) * 0xc4ceb9fe1a85ec53u;
 }
 
-// Arguments that change results but not messages: the dtype of the weight, the format of scales,
+// Encodes the arguments that change results but not messages: the weight dtype, the scale format,
 // and a hash of eps, weight_bias, step 1c and whether scales are in tiles. Different calls collide
 // with probability 2^-21; calls that differ only in tiles never collide.
 inline uint32_t call_details(const AllnormCall& call) {
   if (makes_sums(call)) return 1;  // an ALL_REDUCE of island sums has 0
   if (!is_norm(call)) return 0;
   uint64_t hash = hash_of(call.weight_bias, call.eps);
-  // The algorithm of a hierarchical call's tag does not distinguish a sharded residual.
+  // In a hierarchical call's tag, the algorithm does not show whether the residual is sharded.
   if (takes_sums(call) && is_sharded(call)) hash ^= 0x9e3779b97f4a7c15u;
   if (changes_sum(call)) hash ^= hash_of_change(call);
   if (is_swizzled(call)) hash ^= 0xd6e8feb86659fd93u;

@@ -12,10 +12,10 @@
 namespace allnorm {
 namespace {
 
-// Bytes that a rank writes per operation, above all partial rows: enough that waits are rare, and
-// few enough that they are still in the second-level cache (1 MiB here) when a peer reads them. On
-// an EPYC (Zen 5), 512 KiB took 26 ms for 4096x4096 bfloat16 with 2 ranks, the least (`cpu_bench 2
-// 4096x4096`).
+// Bytes that a rank writes per operation, mainly partial rows: enough that waits are rare, and few
+// enough that they are still in the second-level cache (1 MiB here) when a peer reads them. On an
+// EPYC (Zen 5), 512 KiB was the fastest size for 4096x4096 bfloat16 with 2 ranks: 26 ms (`cpu_bench
+// 2 4096x4096`).
 constexpr int64_t kChunkBytes = 512 << 10;
 // Bytes of a scale, or of four packed ones. An NVFP4 scale has one byte.
 constexpr int64_t kScaleBytes = 4;
@@ -29,7 +29,7 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
   return Rows{static_cast<std::byte*>(data), stride_bytes}.from(row);
 }
 
-// Returns the bytes that peers read of a row that its owner has finished.
+// Returns the number of bytes that peers read per row finished by its owner.
 FinishedRow finished_row(const AllnormCall& call) {
   if (makes_sums(call)) return {};
   // Every rank has the whole residual, so the owner sends the sum.
@@ -100,7 +100,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   if (workspace_bytes < PullControl::kBytes) return 0;
   const int64_t phase_bytes = PullLayout::phase_bytes(workspace_bytes);
   if (uses_owners(call)) {
-    // In whole rounds, so that an owner's rows in a chunk are contiguous.
+    // A chunk consists of whole rounds, so that each owner's rows in it are contiguous.
     const int64_t round_bytes =
         call.op == ALLNORM_ALL_GATHER_ROWS
             ? row_bytes
@@ -110,7 +110,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   }
   const bool two_shot = call.algorithm == ALLNORM_TWO_SHOT;
   const int64_t fit = phase_bytes / PullLayout::chunk_row_bytes(two_shot, row_bytes);
-  // two_shot gives every rank a row of a chunk, however long rows are.
+  // With two_shot, every rank owns at least one row of a chunk, however long rows are.
   const int64_t least = two_shot ? world_size : 1;
   return std::min(fit, std::max(least, kChunkBytes / row_bytes));
 }
@@ -232,7 +232,7 @@ void zero_scale_padding(const AllnormCall& call) {
 void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) {
   const RowRange own = row_shard(call.num_tokens, world_size, rank);
   const int64_t num_own = own.end - own.begin;
-  const int64_t done = first / world_size;  // rows that every owner has finished
+  const int64_t done = first / world_size;  // finished rows per owner
   if (makes_sums(call)) {
     return fill_nan(sums_out(call, done), num_own - done, call.hidden_size, sizeof(float));
   }

@@ -9,8 +9,9 @@
 
 namespace allnorm {
 
-// Returns the rows per operation; 0: not even one fits. Depends only on the arguments, because
-// every rank must divide a call alike. A multiple of world_size if rows have owners.
+// Returns the number of rows per operation; 0 if not even one fits. Depends only on the arguments,
+// because every rank must divide a call in the same way. The number is a multiple of world_size if
+// rows have owners.
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call);
 
 // Returns the layout of a phase for an operation of `rows` rows.
@@ -33,15 +34,15 @@ ExpertRows expert_rows(const AllnormCall& call, int64_t token);
 // The caller sets sources and num_rows.
 RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row);
 
-// Zeroes the scales that no row kernel writes: of padding rows, and bytes of groups that do not
-// exist.
+// Zeroes the scales that no row kernel writes: those of padding rows, and the bytes of groups that
+// do not exist.
 void zero_scale_padding(const AllnormCall& call);
 
-// Fills every output with NaN from row `first` on, in the order of processing, so that nothing
-// looks like a result after a failure.
+// Fills every output with NaN from row `first` on, in processing order, so that nothing looks like
+// a result after a failure.
 void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first);
 
-// Makes a local call: sums sources in this process' own memory.
+// Makes a local call: sums sources in this process's own memory.
 int32_t run_local(const AllnormCall& call);
 
 }  // namespace allnorm

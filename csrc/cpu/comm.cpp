@@ -25,9 +25,10 @@
 // compare the same two tags, so both detect it.
 //
 // Departed ranks: a rank that closes or is interrupted sets kLeft after its last `published`, and
-// the OS reports ended processes. That is an error only if a wait needs the rank: the wait is for
-// it, or it has not come to this operation, whose step 1 every rank waits for. What a rank
-// published before it left stays valid, so `published` is read once more after that.
+// the OS reports ended processes. A departure is an error only if a wait needs the rank: either the
+// wait is for that rank, or the rank has not reached this operation, whose step 1 every rank waits
+// for. Data that a rank published before it left stays valid, so `published` is read once more
+// after a departure is seen.
 #include "cpu/comm.h"
 
 #include <sched.h>
@@ -47,11 +48,11 @@
 namespace allnorm {
 namespace {
 
-// Time that a wait polls before it sleeps. Ranks with a core each arrive within a few microseconds
-// of each other, and a wake-up costs 5 to 50 us. With fewer cores than ranks a wait sleeps at once,
-// because the peer may need the core.
+// How long a wait polls before it sleeps. Ranks that each have a core arrive within a few
+// microseconds of each other, and a wake-up costs 5 to 50 us. With fewer cores than ranks a wait
+// sleeps at once, because the peer may need the core.
 constexpr int64_t kSpinNs = 50'000;
-// About a microsecond of polls. Then the wait yields, in case the peer needs this core.
+// Number of polls, about a microsecond, after which a wait yields in case the peer needs this core.
 constexpr int kPollsPerYield = 64;
 // Interval at which a sleeping wait checks for departed ranks, signals and close().
 constexpr int64_t kCheckNs = 20'000'000;
@@ -67,7 +68,7 @@ std::atomic<int32_t (*)()> g_interrupt{nullptr};
 // No call has this tag, because the dtype in its shape does not exist.
 constexpr uint64_t kNoTag = ~uint64_t{0};
 
-// Marks the thread in run(), so that a call within a call is rejected.
+// Records which thread is in run(), so that a call within a call is rejected.
 class Running {
  public:
   explicit Running(std::atomic<std::thread::id>& runner) : runner_(runner) {
@@ -138,8 +139,8 @@ bool CpuCommunicator::sleep(int peer, uint32_t expected, int64_t deadline_ns, co
     status = ending(peer, &gone);
     if (status != ALLNORM_OK) continue;
     const int64_t now_ns = MonotonicClock::now_ns();
-    // Only the waiting thread itself may store the time: from a different thread, a thread that
-    // hangs would look alive.
+    // Only the waiting thread itself may store the time. If a different thread stored it, a hanging
+    // thread would look alive.
     if (beat_ != nullptr) store_relaxed(beat_, now_ns);
     const int64_t left_ns = deadline_ns - now_ns;
     if (left_ns <= 0) break;
@@ -203,12 +204,13 @@ bool CpuCommunicator::has_left(int rank, AllnormStatus* how) const {
 void CpuCommunicator::tell_peers() {
   // release: orders earlier publications; pairs with has_left().
   store_release(left(config_.rank), 1u);
-  // Wakes them before their next check.
+  // Wakes sleeping peers before their next check.
   futex_wake_all_shared(published(config_.rank));
 }
 
 void CpuCommunicator::peers_died(uint64_t peers, bool) {
-  // `all` is not needed: here, a rank that a wait needs has come to the operation or has left.
+  // This backend does not need `all`: a rank that a wait needs has either reached the operation or
+  // left.
   dead_.fetch_or(peers, std::memory_order_acq_rel);
   int none = -1;
   if (peers != 0) first_dead_.compare_exchange_strong(none, std::countr_zero(peers));

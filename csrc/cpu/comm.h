@@ -16,7 +16,7 @@
 
 namespace allnorm {
 
-// Describes a failure and the remedy.
+// Returns a message that describes a failure and its remedy.
 std::string describe(const AllnormFault& fault, int64_t timeout_ns);
 
 // Sets the function that waiting threads call regularly; nonzero ends the wait.
@@ -33,20 +33,21 @@ class CpuCommunicator {
   // Ends all waits with ALLNORM_CLOSED.
   void end_waits();
   // Tells the peers that this rank has left, and stops using the workspaces. Call it after
-  // end_waits(), when no thread is in run(). Idempotent. Returns true: nothing uses the workspaces
-  // later.
+  // end_waits(), when no thread is in run(). Idempotent. Returns true, because nothing uses the
+  // workspaces later.
   bool close();
-  // Never waits for a run() on a different thread.
+  // Returns the recorded failure; never waits for a run() on a different thread.
   AllnormFault fault();
-  // Callable from any thread.
+  // Counts chunks by algorithm. Callable from any thread.
   int32_t stats(AllnormStats* stats) const;
-  // Sets where waits store the time. Must not be called while a different thread is in run().
+  // Sets the address where waits store the time. Must not be called while a different thread is in
+  // run().
   void set_beat(int64_t* beat) { beat_ = beat; }
   const AllnormCommConfig& config() const { return config_; }
 
  private:
-  // The rows of one operation: [begin, begin + layout.rows) of the call. If rows have owners, of
-  // the order of dealt_row().
+  // The rows of one operation: [begin, begin + layout.rows) of the call. If rows have owners, these
+  // are indices into the dealt_row() order.
   struct Chunk {
     const AllnormCall& call;
     RowOp op;
@@ -57,10 +58,10 @@ class CpuCommunicator {
   };
   // The rows of a chunk that one rank sums, finishes or gives.
   struct OwnedRows {
-    int64_t slot;  // number of the first row in the chunk
-    int64_t row;   // number of the first row in the call
-    // The first row in a sharded residual and residual_out, in x of ALL_GATHER_ROWS, and in sums of
-    // islands.
+    int64_t slot;  // index of the first row in the chunk
+    int64_t row;   // index of the first row in the call
+    // The first row in a sharded residual and residual_out, in x of ALL_GATHER_ROWS, and in island
+    // sums.
     int64_t residual_row;
     int64_t count;
   };
@@ -79,8 +80,8 @@ class CpuCommunicator {
   // Runs the call's operator on `count` rows: outputs from `row` on, residuals from `residual_row`.
   void run_rows(const Chunk& chunk, int64_t row, int64_t residual_row, int64_t count,
                 const ConstRows* sources, int num_sources) const;
-  // Calls take(owner) for this rank, and then for each peer after it has published `step`: own rows
-  // first, while the peers publish theirs. Returns false if a wait failed.
+  // Calls take(owner) for this rank, and then for each peer once it has published `step`. This
+  // rank's own rows come first, while the peers publish theirs. Returns false if a wait failed.
   template <class Take>
   bool for_each_owner(const Chunk& chunk, int step, Take&& take);
   void finish(const Chunk& chunk, const OwnedRows& own, const ConstRows* sources, int num_sources);
@@ -91,16 +92,17 @@ class CpuCommunicator {
   // reason.
   bool wait(int peer, int step, const CallTag& tag);
   bool sleep(int peer, uint32_t expected, int64_t deadline_ns, const CallTag& tag);
-  // Returns what ends a wait for `peer` before its deadline, or ALLNORM_OK. `gone`: the rank that
-  // caused it.
+  // Returns the reason why a wait for `peer` ends before its deadline; ALLNORM_OK if there is none.
+  // `gone`: the rank that causes the end.
   AllnormStatus ending(int peer, int* gone) const;
   bool has_left(int rank, AllnormStatus* how) const;
   bool has_arrived(int rank) const;
-  // Records that a wait for `peer` failed; `seen` is what the peer has published. Returns false.
+  // Records that a wait for `peer` failed; `seen` is the value that the peer has published. Returns
+  // false.
   bool fail_wait(AllnormStatus status, int peer, uint32_t seen, const CallTag& tag);
   void tell_peers();
   bool same_call(int peer, const CallTag& tag);
-  // Records a failure; `tag` is this rank's. Returns false.
+  // Records a failure; `tag` is this rank's tag. Returns false.
   bool record(AllnormStatus status, int peer, uint32_t seen_op, const CallTag& tag);
   bool run_chunk(const Chunk& chunk);
   // Fails with the recorded failure. Fills rows from `first` on with NaN.

@@ -53,7 +53,8 @@ ALLNORM_INLINE F32 every_other_lane(F32 a, F32 b) {
 
 ALLNORM_INLINE F32 add_squares(F32 value, F32 sum) { return fma(value, value, sum); }
 
-// `z`: packs in the order of Elements<T>::load.
+// Returns the square sums of consecutive packs. `z`: the packs, each in the element order of
+// Elements<T>::load.
 template <class T>
 ALLNORM_INLINE F32 pack_square_sums(const float* z) {
   const auto v = [z](int i) __attribute__((always_inline)) { return load_vector(z + i * kWidth); };
@@ -187,8 +188,8 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
   if (op.weight == nullptr) return;
   const float rstd =
       reciprocal_rms(butterfly(chunk_sums, num_chunks), static_cast<float>(op.hidden_size), op.eps);
-  // If y is not a result, it overwrites z: its elements are not larger, and each is written after
-  // the one that it overwrites was read.
+  // If y is not a result, it overwrites z. This is safe because y's elements are not larger, and
+  // each is written after the element that it overwrites has been read.
   auto* const y = row.out != nullptr ? row.out : reinterpret_cast<typename T::Storage*>(z);
   if (op.weight_dtype == ALLNORM_FLOAT32) {
     scale_row<T, Float32>(op, z, rstd, y);
@@ -198,7 +199,7 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
   kFormats<T>[static_cast<int>(op.format)](op, y, row);
 }
 
-// Numerics step 1 alone.
+// Applies only numerics step 1.
 template <class T, int kSources>
 static void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   for_each_pair<T>(0, op.hidden_size, [&](int64_t i, auto access) __attribute__((always_inline)) {
@@ -215,14 +216,14 @@ static void scale_sum(typename T::Storage* row, int64_t hidden_size, float facto
   });
 }
 
-// Returns the second row of the scratch memory: a row that is computed before it is normed.
+// Returns the second row of the scratch memory, for a row that is computed before it is normed.
 template <class T>
 ALLNORM_INLINE typename T::Storage* row_in(const RowOp& op) {
   return reinterpret_cast<typename T::Storage*>(op.scratch + Scratch::norm_elems(op.hidden_size));
 }
 
-// norm_row() after numerics step 1c. The result of step 1c is stored in a row of its own and serves
-// as the only partial; it may overwrite a partial there.
+// norm_row() after numerics step 1c. The result of step 1c is stored in a separate row and serves
+// as the only partial; it may overwrite a partial in that row.
 template <class T, int kSources>
 static void change_and_norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
   auto* const changed = row_in<T>(op);

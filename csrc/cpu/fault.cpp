@@ -1,4 +1,4 @@
-// Texts of failures.
+// Failure messages.
 #include <cstdio>
 
 #include "cpu/comm.h"
@@ -11,7 +11,7 @@ const char* name(const char* const (&names)[kCount], uint32_t index) {
   return index < kCount ? names[index] : "?";
 }
 
-// By TagOp.
+// Names of operators, indexed by TagOp.
 constexpr const char* kOps[] = {
     "all_reduce",
     "all_gather_rows",
@@ -36,7 +36,7 @@ std::string describe_call(uint32_t num_tokens, uint32_t shape) {
   static constexpr const char* kNumerics[] = {"rounded", "unrounded", "transformers", "vllm"};
   if (shape == ~0u) return "nothing yet";
   char text[200];
-  // The fields of shape_code().
+  // Decodes the fields of shape_code().
   snprintf(text, sizeof(text), "%u tokens x %u %s, %s %s%s, %s, %s residual", num_tokens,
            shape & 0xfffff, name(kDtypes, shape >> 20 & 3), name(kAlgorithms, shape >> 22 & 3),
            name(kOps, shape >> 28), (shape >> 27 & 1) != 0 ? " and normed" : "",

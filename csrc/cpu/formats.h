@@ -1,6 +1,6 @@
 // The list of formats of a normed row: one file per format in cpu/formats/, one line here.
 //
-// A format is a function of y, rounded to the dtype of x. If y is a result itself, it is in
+// A format is a function of y, rounded to the dtype of x. If y itself is a result, it is in
 // row.out; otherwise it is in memory that only this row uses.
 #pragma once
 

@@ -42,7 +42,7 @@ inline T fetch_add_seq_cst(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }
 
-// Atomic, but orders nothing.
+// relaxed: atomic, but orders nothing.
 template <class T>
 inline void store_relaxed(T* address, T value) {
   __atomic_store_n(address, value, __ATOMIC_RELAXED);
@@ -68,8 +68,8 @@ struct MonotonicClock {
   }
 };
 
-// Sleeps while *address == seen, for at most timeout_ns. May return early for no reason. Without
-// FUTEX_PRIVATE_FLAG, because ranks are processes that map the same page at different addresses.
+// Sleeps while *address == seen, for at most timeout_ns. May return spuriously. FUTEX_PRIVATE_FLAG
+// is not set, because ranks are processes that map the same page at different addresses.
 inline void futex_wait_shared(const uint32_t* address, uint32_t seen, int64_t timeout_ns) {
   const timespec timeout = {.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000),
                             .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000)};

@@ -1,5 +1,5 @@
-// The rows of a task, and access to elements by pairs of vectors. Compiled once per instruction
-// set: cpu/simd.h.
+// The rows of a task, and access to their elements in pairs of vectors. Compiled once per
+// instruction set: cpu/simd.h.
 #pragma once
 
 #include <cstdint>

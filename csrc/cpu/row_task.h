@@ -27,7 +27,7 @@ struct Rows {
   operator ConstRows() const { return {data, stride_bytes}; }
 };
 
-// Rows that are sums of experts' rows: numerics step 0.
+// Rows that are computed as sums of experts' rows: numerics step 0.
 struct ExpertRows {
   int top_k = 0;  // 0: no experts
   ConstRows rows;
@@ -39,7 +39,8 @@ struct ExpertRows {
   int64_t weights_stride;
   ConstRows shared;  // added last; data may be null
 
-  // Returns the row of choice k of a token; -1: none on this rank. May be any other number.
+  // Returns the row for choice k of a token; -1: not on this rank. May be any other number if the
+  // index is invalid.
   ALLNORM_HD int64_t row_of(int64_t token, int k) const {
     return index == nullptr ? first + token * top_k + k : index[token * index_stride + k];
   }
@@ -87,7 +88,7 @@ struct ScaleRows {
   }
 };
 
-// Float32 working memory for one row; grows but never shrinks.
+// Float32 scratch memory for one row; grows but never shrinks.
 class Scratch {
  public:
   // Floats for z of a row, padded to a whole chunk of either element size, and for the chunk sums,
@@ -98,7 +99,7 @@ class Scratch {
     while (sums < padded / 128) sums *= 2;
     return padded + sums;
   }
-  // Returns null if there is no memory.
+  // Returns null if memory cannot be allocated.
   float* reserve(int64_t hidden_size);
 
  private:
@@ -127,7 +128,7 @@ struct RowOp {
   int64_t group_size = 0;     // hidden_size unless PER_GROUP
   bool power_of_two = false;  // scales are rounded up to a power of two
   float given_scale = 0.0f;   // static scale of PER_TENSOR; global scale of NVFP4
-  // Numerics step 1c; null and 1: none.
+  // Numerics step 1c. post_weight null: no post norm; sum_scale 1: no scale.
   const void* post_weight = nullptr;
   int post_weight_dtype = 0;
   float post_eps = 0.0f;
@@ -137,11 +138,11 @@ struct RowOp {
   bool of_sums = false;
 };
 
-// The rows of one step. With experts they are the only source and must not be `out`; otherwise
-// `out` may be one of the sources, and `residual_out` may be `residual`, in both cases row by row.
-// residual.data may be null, and out.data too if the row is quantized. residual_out is unused by
-// ALLNORM_ALL_REDUCE, and quantized and scales unless the row is quantized. `out` of
-// ALLNORM_SUM_ROWS is float32.
+// The rows of one step. With experts, the experts' rows are the only source and must not be `out`;
+// otherwise `out` may be one of the sources, and `residual_out` may be `residual`, in both cases
+// row by row. residual.data may be null, and so may out.data if the row is quantized.
+// ALLNORM_ALL_REDUCE does not use residual_out. `quantized` and `scales` are used only if the row
+// is quantized. For ALLNORM_SUM_ROWS, `out` is float32.
 struct RowTask {
   const ConstRows* sources = nullptr;
   int num_sources = 0;

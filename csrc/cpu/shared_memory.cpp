@@ -1,4 +1,4 @@
-// POSIX shared memory for the workspaces of the ranks of one host.
+// POSIX shared memory for the workspaces of one host's ranks.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -65,7 +65,7 @@ int32_t map(const char* name, int fd, int64_t bytes, void** address) {
 }
 
 // Sizes the new object and allocates its pages: writing to a page for which /dev/shm has no memory
-// would be a SIGBUS in the middle of a collective.
+// would raise SIGBUS in the middle of a collective.
 int32_t reserve(const char* name, int fd, int64_t bytes) {
   int error = ftruncate(fd, bytes) == 0 ? 0 : errno;
   if (error == 0) {
@@ -126,7 +126,7 @@ int32_t allnorm_shm_open(const char* name, int64_t bytes, void** address) {
     status = fail(ALLNORM_SYSTEM, "cannot read the size of shared memory \"%s\": %s", name,
                   strerror(errno));
   } else if (info.st_size != bytes) {
-    // Access past the end of the object would be a SIGBUS.
+    // Access past the end of the object would raise SIGBUS.
     status = fail(ALLNORM_INVALID_ARGUMENT,
                   "shared memory \"%s\" has %lld bytes, expected %lld: every rank must ask for the "
                   "same workspace size",

@@ -71,13 +71,14 @@ ALLNORM_INLINE Vector exchange(Vector a) {
   return shuffle<Index>(a, a);
 }
 
-// Replaces every NaN with 0x7fffffff, so that ranks and algorithms agree on payloads too.
+// Replaces every NaN with 0x7fffffff, so that ranks and algorithms also agree on NaN payloads.
 ALLNORM_INLINE F32 canonical_nan(F32 value) {
   const I32 bits = (I32)value;
   return (F32)(value != value ? I32{} + 0x7fffffff : bits);
 }
 
-// Conversions of integer vectors, which GCC 12 would do by halves or elements.
+// Conversions of integer vectors, which GCC 12 would otherwise split into halves or single
+// elements.
 ALLNORM_INLINE U32 widen(U16 value) {
 #if defined(__AVX512F__)
   return (U32)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)value);  // masked: see to_float16()
@@ -109,8 +110,8 @@ ALLNORM_INLINE U8 lowest_bytes(U32 value) {
 // ---- elements <-> float32 -----------------------------------------------------------------------
 
 // 2 * kWidth consecutive elements as float32, in an order that depends on the element type.
-// bfloat16 has the even ones in `a` and the odd ones in `b`, because a 32-bit word then splits and
-// merges without a shuffle. The others have the first half in `a`.
+// bfloat16 has the even elements in `a` and the odd ones in `b`, because a 32-bit word then splits
+// and merges without a shuffle. The other types have the first half in `a`.
 struct Pair {
   F32 a, b;
 };
@@ -165,7 +166,7 @@ struct Elements<Bfloat16> {
   static ALLNORM_INLINE F32 round(F32 value) {
     const U32 bits = (U32)value;
 #if defined(__AVX512F__)
-    // The same as below in five instructions.
+    // Does the same as the code below, in five instructions.
     const __m512i word = (__m512i)bits;
     const __mmask16 odd = _mm512_test_epi32_mask(word, _mm512_set1_epi32(0x10000));
     const __mmask16 number = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_ORD_Q);
@@ -199,7 +200,7 @@ struct Elements<Bfloat16> {
 
 ALLNORM_INLINE U16 to_float16(F32 value) {
 #if defined(__AVX512F__)
-  // Masked, because GCC 12 warns about the undefined register in the plain form.
+  // The masked form, because GCC 12 warns about an undefined register in the plain one.
   return (U16)_mm512_maskz_cvtps_ph(0xffff, (__m512)value,
                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
@@ -250,8 +251,8 @@ ALLNORM_INLINE Pair round_to(Pair value) {
   return {Elements<T>::round(value.a), Elements<T>::round(value.b)};
 }
 
-// The end of a row, `count` elements and fewer than a pair: the others read as zero and are not
-// written.
+// Access to the end of a row: `count` elements, fewer than a pair. The pair's other elements read
+// as zero and are not written.
 template <class T>
 ALLNORM_INLINE Pair load_partial(const typename T::Storage* from, int64_t count) {
   typename T::Storage padded[kPairElems] = {};

@@ -9,7 +9,7 @@
 
 namespace allnorm::ALLNORM_ISA {
 
-// Numerics step 1. kSources 0: num_sources of them.
+// Numerics step 1. If kSources is 0, the number of sources is num_sources.
 template <class T, int kSources, class Access>
 ALLNORM_INLINE Pair reduce(const RowPointers<T>& row, int num_sources, int64_t i, Access access) {
   // Starts with the first source and not with zero, so that -0.0 keeps its sign.
@@ -22,7 +22,7 @@ ALLNORM_INLINE Pair reduce(const RowPointers<T>& row, int num_sources, int64_t i
   return round_to<T>(sum);
 }
 
-// Numerics step 1b for one row: the sum of an island, not rounded.
+// Numerics step 1b for one row: computes an island's sum, not rounded.
 template <class T>
 static void sum_unrounded(const typename T::Storage* const* sources, int num_sources,
                           int64_t hidden_size, float* to) {
@@ -81,7 +81,7 @@ ALLNORM_INLINE void sum_choices(const Choices<T>& choices, int64_t hidden_size,
   });
 }
 
-// Numerics step 0: the partial of a token; NaN if the row of a choice does not exist.
+// Numerics step 0: computes a token's partial, or NaN if the row of a choice does not exist.
 template <class T>
 static void sum_experts(const ExpertRows& experts, int64_t token, int64_t hidden_size,
                         typename T::Storage* to) {

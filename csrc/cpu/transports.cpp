@@ -1,5 +1,5 @@
 // The transports: one function per algorithm processes the rows of one chunk. The contract at the
-// head of comm.cpp gives the order in which phases are written, published and read.
+// top of comm.cpp defines the order in which phases are written, published and read.
 #include <cstring>
 
 #include "abi/call.h"
@@ -11,7 +11,7 @@ namespace allnorm {
 namespace {
 
 void copy_rows(ConstRows from, Rows to, int64_t row_bytes, int64_t count) {
-  // Rows may be gathered in place.
+  // If rows are gathered in place, there is nothing to copy.
   if (count == 0 || row_bytes == 0 || from.data == to.data) return;
   if (count == 1 || (from.stride_bytes == row_bytes && to.stride_bytes == row_bytes)) {
     std::memcpy(to.data, from.data, static_cast<size_t>(count * row_bytes));
@@ -53,7 +53,7 @@ void CpuCommunicator::copy_in(const Chunk& chunk, int64_t row, int64_t slot, int
       {.num_sources = 1, .out = to, .num_rows = count, .experts = expert_rows(chunk.call, row)});
 }
 
-// Finds every rank's partials of rows from `row` on, which are at `slot` in the chunk.
+// Finds every rank's partials of the rows from `row` on, which start at `slot` in the chunk.
 void CpuCommunicator::find_partials(const Chunk& chunk, int64_t row, int64_t slot,
                                     ConstRows* sources) const {
   for (int rank = 0; rank < config_.world_size; ++rank) {
@@ -100,7 +100,7 @@ bool CpuCommunicator::one_shot(const Chunk& chunk) {
 bool CpuCommunicator::exchange_partials(const Chunk& chunk, ConstRows* sources) {
   announce(chunk.tag);
   for (int owner = 0; owner < config_.world_size; ++owner) {
-    // A rank reads its own partials in place, unless they have yet to be computed.
+    // A rank reads its own partials in place, unless they still have to be computed.
     if (owner == config_.rank && !sums_experts(chunk.call)) continue;
     const OwnedRows rows = owned_rows(chunk, owner);
     copy_in(chunk, rows.row, rows.slot, rows.count);
@@ -128,7 +128,7 @@ bool CpuCommunicator::two_shot(const Chunk& chunk) {
                        .num_rows = own.count});
   publish(2);
 
-  // x of this chunk is not read any more, so `out` may overwrite it.
+  // x of this chunk is not read again, so `out` may overwrite it.
   return for_each_owner(chunk, 2, [&](int owner) {
     const OwnedRows rows = owned_rows(chunk, owner);
     const ConstRows sum = {phase(owner) + layout.sum(rows.slot), layout.row_bytes};
@@ -143,7 +143,7 @@ bool CpuCommunicator::sharded(const Chunk& chunk) {
   finish(chunk, own, sources, config_.world_size);
   publish(2);
 
-  // x of this chunk is not read any more, so `out` may overwrite it.
+  // x of this chunk is not read again, so `out` may overwrite it.
   return for_each_owner(chunk, 2, [&](int owner) { copy_out(chunk, owner); });
 }
 
@@ -172,7 +172,7 @@ bool CpuCommunicator::island_sums(const Chunk& chunk) {
     sums[island] = allnorm::island_sums(call, island, own.residual_row);
   }
   const bool finishes = is_sharded(call);
-  // Reduced rows that the peers do not read use the memory of partials.
+  // Reduced rows that the peers do not read are stored in the memory for partials.
   const Rows reduced = {phase + (finishes ? layout.partial(0) : layout.normed(0)),
                         layout.row_bytes};
   RowOp round = chunk.op;

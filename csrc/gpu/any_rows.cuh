@@ -1,5 +1,5 @@
 // The local kernel for rows of any width and alignment: rows that do not fit into a cluster, or
-// cannot be loaded by packs. One block per row. Sums, arithmetic and formats are those of
+// cannot be loaded by packs. One block per row. Sums, arithmetic and formats are the same as in
 // local_rows.cuh, which handles all other rows.
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace allnorm {
 
-// Packs that a thread keeps in registers between the passes over a row. The rest is summed again.
-// Zero for the rarest variant, which otherwise takes five seconds to compile.
+// Packs that a thread keeps in registers between the passes over a row. The other packs are summed
+// again in each pass. Zero for the rarest variant, which otherwise takes five seconds to compile.
 template <bool kAligned, Features kFeatures>
 constexpr int kLocalCachedPacks = kAligned || !kFeatures.experts ? 2 : 0;
 
@@ -76,7 +76,8 @@ struct RowAccess {
   }
 };
 
-// Zeroes elements past the end of the row: 0 times an infinite factor has made them NaN.
+// Zeroes elements past the end of the row, because 0 times an infinite factor may have made them
+// NaN.
 template <class T>
 __device__ __forceinline__ void clear_behind(int64_t hidden_size, int64_t pack, float* z) {
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ __forceinline__ void load_gains(const char* weight, bool is_float32, 
   make_gains<T>(gains, weight_bias);
 }
 
-// Numerics step 1c for one pack. `rstd`: of the post norm, if there is one.
+// Numerics step 1c for one pack. `rstd`: the post norm's 1 / rms, if the call has a post norm.
 template <class T, class Access>
 __device__ __forceinline__ Pack changed_pack(const EpilogueParams& params, int64_t pack, float rstd,
                                              Pack sum) {
@@ -163,7 +164,8 @@ __device__ __forceinline__ Pack normed_pack(const EpilogueParams& params, int64_
 }
 
 // The butterfly over `count` shared values, in an array padded to a power of two. All threads of
-// the block call it. It ends with a barrier between its reads and the caller's next writes.
+// the block call it. It ends with a barrier, which separates its reads from the caller's next
+// writes.
 __device__ __forceinline__ float block_butterfly(float* values, int count) {
   const int width = butterfly_width(count);
   for (int i = count + threadIdx.x; i < width; i += blockDim.x) values[i] = 0.0f;
@@ -179,7 +181,8 @@ __device__ __forceinline__ float block_butterfly(float* values, int count) {
   return total;
 }
 
-// Minimum of blocks per SM, for kernels whose registers would allow fewer; 0: none.
+// Minimum number of blocks per SM, for kernels that would otherwise use too many registers; 0: no
+// minimum.
 template <class T, bool kAligned, template <class> class Format>
 constexpr int kLocalBlocks = kAligned && (kElemsPerPack<T> == 8 || Format<T>::kQuantizes) ? 2 : 0;
 

@@ -8,8 +8,8 @@
 namespace allnorm {
 namespace {
 
-// The node of this library's last launch on each stream, with its capture: a later capture may have
-// a different node at the same address.
+// The node of this library's last launch on each stream, and the capture that contains it: a later
+// capture may have a different node at the same address.
 struct OwnNode {
   unsigned long long capture;
   cudaGraphNode_t node;
@@ -37,7 +37,7 @@ bool is_dependent(const cudaGraphEdgeData& edge) {
   return edge.type == cudaGraphDependencyTypeProgrammatic;
 }
 
-// Queries whether a node is a kernel, and the edges to it.
+// Queries whether a node is a kernel, and if so, the edges to it.
 cudaError_t ask_node(cudaGraphNode_t node, bool* is_kernel, std::vector<cudaGraphEdgeData>* edges) {
   cudaGraphNodeType type;
   cudaError_t error = cudaGraphNodeGetType(node, &type);
@@ -88,7 +88,7 @@ cudaError_t get_captured(cudaStream_t stream, Captured* captured) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaGraph_t graph;
 #if CUDART_VERSION >= 13000
-  const cudaGraphEdgeData* edges;  // required: without it, any edge that is not plain is an error
+  const cudaGraphEdgeData* edges;  // required: otherwise any edge that is not plain is an error
   const cudaError_t error = cudaStreamGetCaptureInfo(
       stream, &status, &captured->id, &graph, &captured->nodes, &edges, &captured->num_nodes);
 #else

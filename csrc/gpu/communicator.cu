@@ -25,7 +25,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 
 bool GpuCommunicator::close() {
   if (fault_ == nullptr) return true;
-  // Before the wait, which would invalidate a capture in progress.
+  // This check precedes the wait, which would invalidate a capture in progress.
   if (order_.in_graphs()) return false;
   const DeviceGuard guard(config_.device);
   // Running kernels use the workspace and the failure record.
@@ -37,8 +37,8 @@ bool GpuCommunicator::close() {
 }
 
 void GpuCommunicator::peers_died(uint64_t peers, bool all) {
-  // Only stores to memory that kernels poll. A call of the runtime may block behind another thread
-  // until the very kernel that should end has ended.
+  // Only stores to memory that kernels poll. A call to the CUDA runtime may block, because of
+  // another thread, until the very kernel that should be stopped has ended.
   const uint32_t bits = static_cast<uint32_t>(peers) | (all ? ALLNORM_NO_PEER_COMES : 0u);
   // Later ranks may have ended because of the first, so the first is reported.
   const uint32_t known = __atomic_load_n(&fault_->died, __ATOMIC_RELAXED);
@@ -106,7 +106,8 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
   if (status == ALLNORM_OK) status = order_.begin(stream, &start);
   if (status != ALLNORM_OK) return fail_call(call, false);
   if (call.num_tokens == 0) {
-    // Nothing to exchange, but a peer may make a call with rows, and both must learn of it.
+    // There is nothing to exchange, but a peer may make a call with rows, and both ranks must
+    // detect the difference.
     status = launch_without_rows(device_, call, config_.world_size,
                                  rowless_params(config_, call_tag(call, 0), fault_on_device_));
   } else {
@@ -117,8 +118,9 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
 }
 
 int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, Start start) {
-  // Chunks of equal height: a short last chunk would cost a launch and not fill the links. If rows
-  // have owners, every chunk but the last has equally many rows of each owner.
+  // Chunks have equal numbers of rows: a short last chunk would cost a launch and not fill the
+  // links. If rows have owners, every chunk but the last has the same number of rows for each
+  // owner.
   const bool owned = has_row_owners(call);
   const int64_t unit = owned ? config_.world_size : 1;
   const int64_t chunks = (call.num_tokens + rows - 1) / rows;
@@ -142,9 +144,9 @@ int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, St
 int32_t GpuCommunicator::fail_call(const AllnormCall& call, bool in_order) {
   failure_ = last_error();
   has_failed_.store(true, std::memory_order_release);
-  // Tells the peers, if that launch succeeds; otherwise they wait until their deadline. A call
-  // without an operation number must not consume one. In that case, or if every launch fails, later
-  // graph launches are at least told not to wait.
+  // Informs the peers, if this launch succeeds; otherwise they wait until their deadline. A call
+  // without an operation number must not consume one. In that case, or if every launch fails, this
+  // rank's later graph launches at least do not wait.
   if (!in_order ||
       launch_without_rows(device_, call, config_.world_size,
                           missing_call_params(config_, fault_on_device_)) != ALLNORM_OK) {
@@ -165,7 +167,7 @@ int32_t GpuCommunicator::report_failure() const {
 
 int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
-  // The device follows from the tensors: the caller need not have made it current.
+  // The device is that of the tensors; the caller need not have made it current.
   const void* result = is_quantized(call)    ? call.quantized
                        : ends_with_sum(call) ? call.residual_out
                                              : call.out;
@@ -191,7 +193,7 @@ int32_t GpuCommunicator::stats(AllnormStats* stats) const {
   cudaThreadExchangeStreamCaptureMode(&mode);
   uint64_t launches[4] = {};
   const char* own = static_cast<const char*>(config_.workspaces[config_.rank]);
-  cudaStream_t stream = nullptr;  // waits for no other stream
+  cudaStream_t stream = nullptr;  // does not synchronize with other streams
   cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) {
     error = cudaMemcpyAsync(launches, own + PushControl::kLaunches, sizeof(launches),

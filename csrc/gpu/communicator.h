@@ -1,4 +1,4 @@
-// The communicator of the CUDA backend: workspace, failure record, order of streams.
+// The communicator of the CUDA backend: workspace, failure record, stream order.
 #pragma once
 
 #include <atomic>
@@ -41,7 +41,7 @@ class GpuCommunicator {
   const AllnormCommConfig& config() const { return config_; }
 
  private:
-  // The status that a kernel recorded.
+  // Returns the status that a kernel recorded.
   int32_t recorded_status() const;
   // Launches a call, chunk by chunk.
   int32_t launch_chunks(const AllnormCall& call, int64_t rows, Start start);
@@ -60,8 +60,8 @@ class GpuCommunicator {
   std::string failure_;
 };
 
-// Returns the most rows per launch; 0 if not even one fits. Depends only on values that all ranks
-// agree on.
+// Returns the maximum number of rows per launch; 0 if not even one fits. Depends only on values
+// that all ranks agree on.
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call);
 
 // Runs the local kernel; not collective.

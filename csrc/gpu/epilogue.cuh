@@ -8,15 +8,15 @@
 
 namespace allnorm {
 
-// When gains are computed from the weight.
+// The point at which gains are computed from the weight.
 enum class Gains {
   kAhead,  // before waiting for the row's sum; for kernels with registers to spare
   kLate,   // after it; the weight stays in registers from row to row
   kLean,   // after it; a weight wider than the dtype of x is reloaded for each row
 };
 
-// One thread's pack of a post norm's weight, as it is stored. NormEpilogue repeats this code: with
-// this class as a member, two_shot with eight ranks spilled (nvcc 13.0).
+// One thread's pack of a post norm's weight, in its stored form. NormEpilogue repeats this code:
+// with this class as a member, two_shot with eight ranks spilled (nvcc 13.0).
 template <class T, Gains kGains>
 class WeightPack {
  public:
@@ -63,8 +63,8 @@ class WeightPack {
   Pack packs_[kKept];
 };
 
-// One thread's part of numerics step 1c. Its parts are optional at run time, and the same in the
-// whole grid.
+// One thread's part of numerics step 1c. The norm and the scale are each optional at run time, and
+// the choice is the same for the whole grid.
 template <class T, Gains kGains, bool kIsCompiledIn>
 class PostStep {
  public:
@@ -153,8 +153,9 @@ class NormEpilogue {
       residual_ = load_pack(params_.residual.at(row, pack_), params_.policy);
     }
   }
-  // prefetch_row() in two parts, to load it while a different row is processed. prefetch_row()
-  // itself does not use them: without a residual it sets nothing, which makes every kernel shorter.
+  // prefetch_row() in two parts, for loading a row while a different row is processed.
+  // prefetch_row() itself does not use them: without a residual it sets nothing, which makes every
+  // kernel shorter.
   __device__ __forceinline__ Pack load_residual(int64_t row) const {
     const bool any = live_ && params_.residual.data != nullptr;
     return any ? load_pack(params_.residual.at(row, pack_), params_.policy) : Pack{};
@@ -163,7 +164,7 @@ class NormEpilogue {
 
   __device__ __forceinline__ void join() const { reduction_.join(); }
 
-  // Returns whether rows are normed; then call finish() and store_row().
+  // Returns whether rows are normed. If so, call finish() and store_row().
   __device__ __forceinline__ bool norms() const {
     return params_.normalize && (!kFeatures.post_step || params_.weight != nullptr);
   }
@@ -182,7 +183,7 @@ class NormEpilogue {
     }
     const Pack summed = pack<T>(z_);
     if (live_) store_pack(params_.residual_out.at(row, pack_), summed, params_.policy);
-    // Without a final norm there is a post norm, which contains a barrier.
+    // A call without a final norm has a post norm, which contains a barrier.
     if (kFeatures.post_step && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
     if constexpr (kGains == Gains::kAhead) make_gains();

@@ -4,8 +4,8 @@
 // an operation, a rank writes only into the slots of that operation in its peers' workspaces, and
 // waits for everything that its peers write into its own. Before the kernel ends, it restores every
 // slot that it has read to kEmptyWord. Two warps of each grid handle no data. One calls the roll:
-// it compares CallTags with all peers. The other returns slots. The kernel does not complete
-// without them.
+// it compares CallTags with all peers. The other returns slots. The kernel completes only after
+// both warps have finished.
 //
 // Where slots are (SlotPlace). Operations consume the units of a half in order. An operation that
 // does not fit into what is left starts the other half, so each half serves 2 to kHalfUnits
@@ -79,16 +79,16 @@ constexpr int kMostRanks = kWorldSize == kAnyWorldSize ? kPushMaxWorldSize : kWo
 template <int kWorldSize>
 class Exchange {
  public:
-  // Waits for the preceding grid. Nothing that it wrote may be read before.
+  // Waits for the preceding grid. Nothing that the preceding grid wrote may be read earlier.
   __device__ __forceinline__ explicit Exchange(const FusedParams& params)
       : params_(params), deadline_(params.timeout_ns) {
     ALLNORM_FAULT(grid_not_waited_for, ,
                   ALLNORM_FAULT(counter_read_early, , wait_for_preceding_grid()));
   }
 
-  // Loads the operation number and the failure mark. Call it after loads that need no slot: the
-  // answer takes a round trip to memory, and the failure mark is used at once, so later loads would
-  // wait for it. Both lines must be kept in the L2 cache, or a GEMM evicts them
+  // Loads the operation number and the failure mark. Call it after loads that need no slot: these
+  // two loads take a round trip to memory, and the failure mark is used at once, so later loads
+  // would wait for it. Both cache lines must be kept in the L2 cache, or a GEMM evicts them
   // (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
   __device__ __forceinline__ void begin() {
     const char* own = params_.workspace[0];
@@ -105,7 +105,7 @@ class Exchange {
     pause();
   }
 
-  // Does the work of the grid that belongs to no row: warps 0 and 1 of one block call the roll and
+  // Does the grid's work that belongs to no row: warps 0 and 1 of one block call the roll and
   // return slots.
   __device__ __forceinline__ void serve(int warp) {
     pause();
@@ -113,17 +113,17 @@ class Exchange {
     if (warp == 1) hand_back_slots();
   }
 
-  // Counts this launch for allnorm_comm_stats(), because the host does not see replays of graphs.
-  // Called by one thread of one grid at a time; does not wait for the result. Call it early: a grid
-  // ends when all its stores are in memory.
+  // Counts this launch for allnorm_comm_stats(); the host cannot, because it does not see graph
+  // replays. Called by one thread of one grid at a time; does not wait for the result. Call it
+  // early: a grid ends when all its stores are in memory.
   __device__ __forceinline__ void count_launch() {
     char* const launches = params_.workspace[0] + PushControl::kLaunches;
     atomicAdd(reinterpret_cast<unsigned long long*>(launches) + algorithm_of(params_.tag.shape),
               1ull);
   }
 
-  // Advances this block's share of the counter copies that no block of this grid reads. It takes
-  // about 100 cycles, so call it where nothing waits for it.
+  // Advances this block's share of the counter copies that no block of this grid reads. This takes
+  // about 100 cycles, so call it where nothing waits for the result.
   __device__ __forceinline__ void advance_unused() {
     const uint64_t next = next_counter();
     for (int copy = ALLNORM_FAULT(counters_of_blocks_advanced, 0, gridDim.x) + blockIdx.x +
@@ -165,7 +165,7 @@ class Exchange {
 
   __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
 
-  // Cache policy for marking slots as empty.
+  // Returns the cache policy for marking slots as empty.
   __device__ __forceinline__ CachePolicy slot_policy() const { return params_.slot_policy; }
 
   __device__ __forceinline__ bool failed() const { return failed_; }
@@ -193,7 +193,7 @@ class Exchange {
     }
   }
 
-  // Copies of the operation counter.
+  // Returns the copies of the operation counter.
   __device__ __forceinline__ uint64_t* copies() const {
     return reinterpret_cast<uint64_t*>(params_.workspace[0] + PushControl::kCounters);
   }
@@ -201,13 +201,13 @@ class Exchange {
     return static_cast<uint64_t>(place_.next()) << 32 | (op_ + 1);
   }
 
-  // Value of kPoisoned after operation `op` has failed; never 0.
+  // Returns the value of kPoisoned after operation `op` has failed; never 0.
   __device__ __forceinline__ static unsigned long long poison(uint32_t op) {
     return 1ull << 32 | op;
   }
 
-  // Polls until ready() in this lane alone, which waits for `peer`. Returns false if a wait has
-  // failed.
+  // Polls until ready() is true, in this lane alone, which waits for `peer`. Returns false if a
+  // wait has failed.
   template <class Ready>
   __device__ __forceinline__ bool wait_alone(Ready&& ready, int peer) {
     pause();
@@ -218,7 +218,7 @@ class Exchange {
     return false;
   }
 
-  // Returns the peer of lane q: the `q`th rank after this one; -1 for lanes without a peer.
+  // Returns the peer of lane q: the `q`th rank after this one, or -1 if the lane has no peer.
   __device__ __forceinline__ int peer_of_lane() const {
     const int lane = threadIdx.x % 32;
     return lane == 0 || lane >= world_size() ? -1 : (params_.rank + lane) % world_size();
@@ -227,8 +227,8 @@ class Exchange {
   // Announces this operation to every peer, and waits until every peer has announced the same.
   __device__ __forceinline__ void call_roll() {
     const int peer = peer_of_lane();
-    // A rank whose other block has just failed still announces its call, so that its peers learn of
-    // it.
+    // If another block of this rank has just failed, this rank still announces its call, so that
+    // its peers learn of the call.
     if (peer < 0 || failed_before()) return;
     char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(op_, params_.rank);
     store_relaxed_sys(theirs, params_.tag.word(op_, 0));
@@ -253,7 +253,7 @@ class Exchange {
   __device__ __forceinline__ void wait_for_slots() {
     if (threadIdx.x < 32) wait_for_number(peer_of_lane());
     // barrier: orders the acquires of the first warp before the writes of all threads. If the first
-    // warp has just failed, the other threads still write what they owe in this operation. No rank
+    // warp has just failed, the other threads still write their data of this operation. No rank
     // reads those slots any more, because all peers have announced the preceding operation. At
     // worst a late clear deletes the data, and the wait for it then times out.
     ALLNORM_FAULT(large_block_does_not_wait, , __syncthreads());
@@ -291,9 +291,9 @@ class Exchange {
     wait_alone(reached, peer);
   }
 
-  // Checks, rarely during a wait, whether a peer announced a different call, another thread failed,
-  // or the time is up. look_at_peers() is static and takes values, so that the object stays in
-  // registers.
+  // Called rarely during a wait: checks whether a peer announced a different call, another thread
+  // failed, or the deadline passed. look_at_peers() is static and takes values, so that this object
+  // stays in registers.
   __device__ __forceinline__ void check_peers(int source, bool time_is_up) {
     failed_ = look_at_peers(params_, op_, source, time_is_up, deadline_.is_long());
   }
@@ -302,9 +302,9 @@ class Exchange {
                                                     int source, bool time_is_up, bool is_long) {
     char* own = params.workspace[0];
     // This read crosses the bus and takes half a microsecond per waiting warp, so it happens only
-    // in long waits (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange). A
-    // rank that ended after it came to this operation is not an error, unless this thread waits for
-    // it, or the host reports that no more data can arrive.
+    // in long waits (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange). It is
+    // not an error if a rank ended after it reached this operation, unless this thread waits for
+    // that rank, or the host reports that no more data can arrive.
     const uint32_t died =
         is_long ? const_cast<const volatile AllnormFault*>(params.fault)->died : 0;
     int gone = -1;
@@ -333,7 +333,7 @@ class Exchange {
     return *reinterpret_cast<volatile uint64_t*>(own + PushControl::kPoisoned) != 0;
   }
 
-  // Records the first failure for the host, and turns off the waits of this and all later launches.
+  // Records the first failure for the host, and disables the waits of this and all later launches.
   // Returns true.
   __device__ __noinline__ static bool record_fault(const FusedParams& params, uint32_t op, int peer,
                                                    AllnormStatus status) {

@@ -1,13 +1,13 @@
-// Optional features of a kernel, beyond the call that most models make. A feature adds code and
-// registers to every call of its kernel, so a call runs on a kernel with only the features that it
-// needs: gpu/kernel_table.cuh.
+// Optional features of a kernel, beyond the basic call that most models make. A feature adds code
+// and registers to every call of its kernel, so a call runs on a kernel with only the features that
+// it needs: gpu/kernel_table.cuh.
 #pragma once
 
 namespace allnorm {
 
 struct Features {
-  bool experts = false;      // numerics step 0: a partial is a sum of rows of experts
-  bool islands = false;      // step 1b: sums of several islands; only for rows with owners
+  bool experts = false;      // numerics step 0: a partial is a sum of experts' rows
+  bool islands = false;      // step 1b: sums of multiple islands; only for rows with owners
   bool post_step = false;    // step 1c: post norm and scale; the norm is then optional
   bool all_formats = false;  // step 6: NVFP4, and scales in tiles
 

@@ -23,8 +23,8 @@
 //
 // The dependent launch is triggered once all partials of this rank have been sent, so that the
 // launch overlaps the rest. The dependent grid may read nothing before griddepcontrol.wait, which
-// waits until this grid is complete and its stores are visible; the PTX ISA demands that wait of
-// every dependent grid. docs/protocol.md has what this saves.
+// waits until this grid is complete and its stores are visible; the PTX ISA requires that wait in
+// every dependent grid. docs/protocol.md shows how much time this saves.
 #pragma once
 
 #include "gpu/features.h"
@@ -66,8 +66,8 @@ struct FusedKernel {
 
   // Blocks per SM. With many rows, two blocks hide every latency.
   static constexpr int kBlocks = kGrid == Grid::kDense && !Source::kPrefetches ? 2 : 1;
-  // At two blocks per SM a float32 weight spilled, also in calls without one. With the post step,
-  // gains made ahead spill from three ranks on. Figures:
+  // With two blocks per SM, kernels spilled because of the float32 weight, even in calls that have
+  // none. With the post step, gains made ahead spill from three ranks on. Figures:
   // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#registers
   static constexpr bool kAhead =
       kGrid == Grid::kSparse && (!kFeatures.post_step || kWorldSize == 2);

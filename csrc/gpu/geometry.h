@@ -9,7 +9,7 @@
 
 namespace allnorm {
 
-// Maximum of rows per launch: kernels count them in 32 bits and look a few rows ahead.
+// Maximum number of rows per launch: kernels count rows in 32 bits and look a few rows ahead.
 constexpr int64_t kMaxRows = 1 << 30;
 
 struct Geometry {
@@ -18,27 +18,27 @@ struct Geometry {
   int num_threads;
 };
 
-// Returns the threads per block for a row of `packs` packs over `cluster_size` blocks: whole warps,
-// and at least the two of Exchange::serve().
+// Returns the number of threads per block for a row of `packs` packs over `cluster_size` blocks:
+// whole warps, and at least the two of Exchange::serve().
 inline int threads_of(int64_t packs, int cluster_size) {
   const int64_t per_block = (packs + cluster_size - 1) / cluster_size;
   return std::max(64, static_cast<int>((per_block + 31) / 32 * 32));
 }
 
-// Limits for spreading few rows: blocks per row, and blocks in all. Beyond about one block per SM
-// spreading costs time.
+// Limits for spreading few rows: blocks per row, and blocks in total. Beyond about one block per
+// SM, spreading costs time.
 constexpr int kSpreadBlocks = 4;
 constexpr int kSpreadGrid = 128;
 
-// Returns the minimum of blocks per row.
+// Returns the minimum number of blocks per row.
 inline int least_blocks(int64_t packs) {
   int size = 1;
   while (size < kMaxClusterSize && threads_of(packs, size) > kMaxThreads) size *= 2;
   return size;
 }
 
-// Returns the blocks per row: as few as the width requires, and more for few rows. A block of a
-// spread row has at least two warps.
+// Returns the number of blocks per row: as few as the width requires, or more if the call has few
+// rows. A block of a spread row has at least two warps.
 inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_blocks) {
   const int64_t blocks = std::min<int64_t>(kSpreadGrid, most_blocks);
   const int needed = least_blocks(packs);
@@ -52,8 +52,8 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_block
 
 // Returns a larger cluster size for many rows with a post step or experts, if the GPU then holds
 // more rows at once (`rows_at_once(blocks per row)`): blocks of few warps fill its registers
-// better. Rows that fit into one block keep it, and fewer than four waves of rows keep their size,
-// because neither gained.
+// better. Rows that fit into one block keep one block, and calls with fewer than four waves of rows
+// keep their cluster size, because neither gained.
 template <class RowsAtOnce>
 int widen_clusters(int cluster_size, int64_t num_tokens, RowsAtOnce&& rows_at_once) {
   if (cluster_size == 1) return 1;
@@ -70,7 +70,8 @@ int widen_clusters(int cluster_size, int64_t num_tokens, RowsAtOnce&& rows_at_on
   return widest;
 }
 
-// Returns the blocks per row of the local kernel. A row that fits into one block keeps it.
+// Returns the local kernel's number of blocks per row. A row that fits into one block gets one
+// block.
 inline int choose_local_cluster_size(int64_t packs, int64_t num_tokens) {
   const int needed = least_blocks(packs);
   const bool spread = needed > 1 && needed < kMaxClusterSize;
@@ -87,9 +88,9 @@ inline Grid choose_grid(int64_t num_tokens, int cluster_size, int most_blocks, i
   return one_each || 4 * most_blocks > 3 * num_sms ? Grid::kSparse : Grid::kFew;
 }
 
-// Returns the blocks of a grid for `num_tokens` units of `cluster_size` blocks. `resident_blocks`:
-// blocks that the GPU holds at once. The grid never exceeds it, so that no block waits for a peer's
-// block that cannot start. `extra_clusters` process no unit.
+// Returns the number of blocks in a grid for `num_tokens` units of `cluster_size` blocks.
+// `resident_blocks`: number of blocks that the GPU holds at once. The grid never exceeds it, so
+// that no block waits for a peer's block that cannot start. `extra_clusters` process no unit.
 inline int choose_num_blocks(int64_t num_tokens, int cluster_size, int resident_blocks,
                              int extra_clusters) {
   const int64_t clusters =

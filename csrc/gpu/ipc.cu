@@ -1,6 +1,6 @@
-// Device memory shared between the processes of one host.
+// Device memory shared between processes on one host.
 //
-// Workspaces are allocated and mapped here and not through PyTorch's symmetric memory;
+// Workspaces are allocated and mapped here, not through PyTorch's symmetric memory;
 // docs/protocol.md has the measurements. CUDA requires that a workspace is freed only after every
 // peer has unmapped it. A rank that leaves sets a flag in its peers' control blocks.
 #include <chrono>

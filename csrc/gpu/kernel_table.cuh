@@ -1,5 +1,5 @@
-// The table of all kernels. It determines the instantiations, the look-up, and the list that
-// tests/native/sass compares a library's code with.
+// The table of all kernels. It determines the instantiations, the look-up, and the list of kernels
+// with which tests/native/sass compares a library's code.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +25,8 @@
 
 namespace allnorm {
 
-// World sizes: 1; 2; 4 and 8 (dtypes that are compiled for them); all others, by a kernel that
-// reads the world size at run time.
+// World sizes: 1; 2; 4 and 8 (only for the dtypes in compiled_world_size()); all others, with a
+// kernel that reads the world size at run time.
 constexpr uint32_t k1 = 1u << 1, k2 = 1u << 2, k48 = 1u << 4 | 1u << 8, kAny = 1u << kAnyWorldSize;
 constexpr uint32_t kAll = k2 | k48 | kAny;
 
@@ -95,7 +95,7 @@ using enum Owned;
 using Kernels = KernelTable<
     //         kind           ranks source                transport schedule     grid     features
     FusedEntry<kOneShot,      kAll, DenseRows,            OneShot,  OneRowAhead, kSparse, kBasic>,
-    // A third fewer instructions than with experts compiled in.
+    // Without experts compiled in, the kernel has a third fewer instructions.
     FusedEntry<kOneShot,      k2,   DenseRows,            OneShot,  OneRowAhead, kSparse, kExtendedDense>,
     FusedEntry<kOneShot,      kAll, ExpertRows,           OneShot,  OneRowAhead, kSparse, kExtended>,
     // A kernel for any world size spilled. Extended kernels for more than two ranks are left out
@@ -131,7 +131,7 @@ using Kernels = KernelTable<
 }  // namespace table
 using table::Kernels;
 
-// Returns the kind that replaces one for which the table has no kernel.
+// Returns the kind of kernel to use instead of `kind` if the table has no kernel of that kind.
 constexpr KernelKind otherwise(KernelKind kind) {
   switch (kind) {
     case KernelKind::kOneShotDense:

@@ -15,7 +15,7 @@
 namespace allnorm {
 namespace {
 
-// Lowest target of kernels that use clusters and dependent launch: memory.cuh.
+// The lowest compile target with clusters and dependent launch: memory.cuh.
 constexpr int kClusterCode = 90;
 
 const void* find_kernel(int dtype, const KernelKey& key) {
@@ -39,8 +39,8 @@ KernelKind kind_of(const AllnormCall& call, Grid grid) {
   return grid == Grid::kDense ? KernelKind::kOneShotDense : KernelKind::kOneShot;
 }
 
-// Returns the blocks of `kernel` that the device holds at once; queried once per kernel, block size
-// and cluster size.
+// Returns the number of blocks of `kernel` that the device holds at once; queried once per kernel,
+// block size and cluster size.
 int resident_blocks(const Device& device, const void* kernel, const Geometry& geometry) {
   static std::mutex mutex;
   static std::map<std::tuple<int, const void*, int, int>, int> known;
@@ -51,7 +51,8 @@ int resident_blocks(const Device& device, const void* kernel, const Geometry& ge
   int blocks = 0;
   cudaError_t error;
   if (geometry.cluster_size > 1) {
-    // A cluster is within one group of SMs, so fewer blocks may fit than SMs could hold one by one.
+    // A cluster must fit into one group of SMs, so fewer blocks may fit than if each could be
+    // placed alone.
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = geometry.cluster_size;
@@ -147,7 +148,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
 
 int32_t cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return ALLNORM_OK;
-  cudaGetLastError();  // clears the error, which the next caller of the runtime would see
+  cudaGetLastError();  // clears the error, which the next runtime call would otherwise return
   return fail(ALLNORM_SYSTEM, "%s failed: %s (%s)", what, cudaGetErrorString(error),
               cudaGetErrorName(error));
 }
@@ -291,7 +292,7 @@ int32_t launch_probe(const Device& device, const ProbeParams& params) {
 }  // namespace allnorm
 
 #ifdef ALLNORM_STAMPS
-// Sets the device memory for the stamps of later launches, which must be zero. For
+// Sets the device memory for the stamps of later launches; the memory must be zeroed. For
 // benchmarks/stamps.py.
 extern "C" __attribute__((visibility("default"))) int32_t allnorm_stamps_to(void* records) {
   allnorm::stamps_of_next_launch() = static_cast<allnorm::StampRecord*>(records);

@@ -10,8 +10,9 @@
 namespace allnorm {
 
 // Properties of a device and of the kernels loaded on it, queried once. Code compiled for less than
-// 9.0 uses neither clusters nor dependent launch, even on a newer device. Launched with them, it
-// would take part of a row for the whole row, and would not wait for the preceding grid.
+// 9.0 uses neither clusters nor dependent launch, even on a newer device. If such code were
+// launched with them, it would treat part of a row as the whole row, and would not wait for the
+// preceding grid.
 struct Device {
   int index = 0;
   int num_sms = 0;
@@ -21,7 +22,7 @@ struct Device {
   bool launches_dependents = false;  // programmatic dependent launch; can be turned off
 };
 
-// Fills `device`, which must be current. Returns ALLNORM_SYSTEM for an error of CUDA.
+// Fills in `device`, which must be current. Returns ALLNORM_SYSTEM if CUDA reports an error.
 int32_t query_device(int index, Device* device);
 
 // Returns the widest row of a fused kernel on `device`.
@@ -59,7 +60,7 @@ int32_t cuda_status(cudaError_t error, const char* what);
 int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
                         const FusedParams& fused, const void* params, Start start);
 
-// Launches a kernel without rows on call.stream, which announces `params.tag` like any call.
+// Launches a kernel without rows on call.stream. It announces `params.tag` as every call does.
 int32_t launch_without_rows(const Device& device, const AllnormCall& call, int world_size,
                             const FusedParams& params);
 

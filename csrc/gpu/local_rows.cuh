@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   epilogue.prefetch_weight();
   epilogue.join();
   if (first == 0) Kernel::Format::store_padding(params.epilogue.quant, pack, clusters * blockDim.x);
-  // Inputs loaded ahead are those of a different row, because `residual_out` may be `residual`, and
-  // `out` may be `x`.
+  // Loading ahead is safe although `residual_out` may be `residual`, and `out` may be `x`: the
+  // loaded inputs belong to a different row.
   for (int row = first; row < end; row += step) {
     const Pack next_input = load_input(row + step);
     const Pack next_residual = load_residual(row + step);
@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     input = next_input;
     ALLNORM_FAULT(residual_of_the_row_before, , residual = next_residual);
   }
-  // Not earlier: local calls have no switch for dependents that read before they wait.
+  // The trigger does not come earlier, because local calls have no switch for dependents that read
+  // before they wait.
   trigger_next_grid();
 }
 

@@ -1,6 +1,6 @@
-// The schedule of rows with owners: when a cluster sends, finishes and receives which row.
-// gpu/transports/row_owners.cuh has what crosses the link. The owner of a row sums its partials and
-// pushes to all peers
+// The schedule of rows with owners: the order in which a cluster sends, finishes and receives rows.
+// gpu/transports/row_owners.cuh describes the data that crosses the link. The owner of a row sums
+// its partials and pushes to all peers
 //  two_shot of many rows   the sum: every rank adds and norms every row (Owned::kSum)
 //  sharded residual        the finished row: only its owner has the residual (kFinished)
 //  all_gather_rows         the row itself, which is already finished (kGiven)
@@ -42,12 +42,12 @@ struct OwnedKernel {
 };
 
 // Streams rows like run_fused(). In one iteration a cluster sends its partial of a later row, does
-// its own part if this rank owns the current row, and receives the row of kDepth iterations ago,
-// which its owner has had time to finish. So no cluster waits for two hops in a row.
+// its own part if this rank owns the current row, and receives the row from kDepth iterations ago,
+// which its owner has had time to finish. No cluster therefore waits for two hops in succession.
 //
 // kFew: sums in a grid that the caller limits to few blocks. The latency of a row in a block would
-// then limit the rate, so residuals are loaded an iteration ahead as well. Full grids are slower
-// with that: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
+// then limit the rate, so residuals are loaded an iteration ahead as well. Full grids are slower if
+// they load ahead: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
 template <class Kernel>
 class OwnedRows {
   using T = typename Kernel::Element;
@@ -117,10 +117,11 @@ class OwnedRows {
  private:
   // Finished rows cross the link in their format, unless y is a result as well.
   static constexpr bool kSendsPacked = Format::kQuantizes && kOwned == Owned::kFinished;
-  // Number of rows whose partials are in flight, and of iterations from a row's own part to its
-  // receipt. Figures: docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
+  // The number of rows whose partials are in flight, which is also the number of iterations from a
+  // row's own part to its receipt. Figures:
+  // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#rows-with-owners
   static constexpr int kDepth = kOwned == Owned::kSum && !kFew ? 1 : 2;
-  // With fewer periods pacing makes no call faster (same page).
+  // With fewer periods, pacing makes no call faster (see the page cited above).
   static constexpr int kUnpacedPeriods = 7;
 
   __device__ __forceinline__ int world_size() const { return world_size_of<kWorldSize>(params_); }
@@ -164,7 +165,7 @@ class OwnedRows {
     return live_ ? islands_.load(own.local) : Pack{};
   }
 
-  // Does this rank's work for a row if this rank owns it.
+  // Does the owner's work for a row if this rank is the owner.
   __device__ __forceinline__ void do_own_part(int index, const Pack& own) {
     const DealtRow here = row_at(index);
     const int slot = index / world_size();

@@ -1,9 +1,9 @@
-// Pacing: rows are sent one after the other at the rate of the link, if that is known.
+// Pacing: rows are sent one after the other at the rate of the link, if the rate is known.
 //
-// Stores that wait for the link block whatever their SM does after them, including polls and loads
-// of other rows. All stores share the link equally, so rows that are sent together also arrive
-// together, at the end. At the rate of the link nothing queues: the link is as busy, and a row is
-// processed while later rows cross. Figures:
+// Stores that wait for the link block everything that their SM does after them, including polls and
+// loads of other rows. All stores share the link equally, so rows that are sent together also
+// arrive together, at the end. At the rate of the link, nothing queues: the link is just as busy,
+// and a row is processed while later rows cross. Figures:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#pace
 #pragma once
 
@@ -14,15 +14,17 @@
 
 namespace allnorm {
 
-// The pace of one thread. It waits for a time, never for a rank, and results do not depend on it.
+// The pace of one thread. It waits until a point in time, never for a rank, and results do not
+// depend on it.
 class Pace {
  public:
   // Waits until a cluster that sends rows first, first + step, ... may start. The next wait() ends
   // `periods` periods later; a period is the time of `step` rows. `row_ps`: time of a row on the
   // link in picoseconds; 0: unknown, nothing waits.
   //
-  // Clusters start one after the other over half a period. If all started at once they would wait
-  // for each other's rows together; over a whole period the last ones would start too late.
+  // The clusters' starts are spread over half a period. If all clusters started at once, they would
+  // wait for each other's rows together; over a whole period, the last clusters would start too
+  // late.
   __device__ __forceinline__ void start(int row_ps, int first, int step, int periods) {
     if (row_ps == 0) return;
     period_ns_ = time_ns(row_ps, step);

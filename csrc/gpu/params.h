@@ -15,7 +15,7 @@ constexpr int kMaxThreads = 512;
 constexpr int kMaxClusterSize = 8;
 constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
-// How rows are spread over a grid.
+// The way rows are spread over a grid.
 enum class Grid {
   kSparse,  // one row per cluster, unless the caller limits the grid
   kDense,   // more rows than SMs, which hides latency; up to two blocks per SM
@@ -23,8 +23,8 @@ enum class Grid {
 };
 
 // The world size that a kernel is compiled for, or kAnyWorldSize: read at run time. Kernels for all
-// world sizes would make the library half as large again, and its build half as long again.
-// Figures: docs/engineering-log/2026-11-24-boundaries.md
+// world sizes would make the library 50 % larger, and its build 50 % longer. Figures:
+// docs/engineering-log/2026-11-24-boundaries.md
 constexpr int kAnyWorldSize = 0;
 template <class T>
 constexpr int compiled_world_size(int world_size) {
@@ -33,10 +33,11 @@ constexpr int compiled_world_size(int world_size) {
   return is_own ? world_size : kAnyWorldSize;
 }
 
-// Longest random delay of a warp, which provokes rare interleavings: CMake's ALLNORM_RANDOM_PAUSES.
-// Compiled only then, because even a branch that is not taken cost registers in most kernels.
+// The longest random delay of a warp; the delays provoke rare interleavings. Compiled only with
+// CMake's ALLNORM_RANDOM_PAUSES, because even a branch that is not taken cost registers in most
+// kernels.
 #ifdef ALLNORM_RANDOM_PAUSES
-constexpr int64_t kLongestPauseNs = 20'000;  // longer than a short call takes
+constexpr int64_t kLongestPauseNs = 20'000;  // longer than a short call
 #else
 constexpr int64_t kLongestPauseNs = 0;
 #endif
@@ -64,8 +65,8 @@ struct QuantParams {
   int32_t kind;             // AllnormQuant
   int32_t format;           // AllnormScaleFormat
   int32_t packs_per_group;  // a power of two; per token: the packs of a row, any number
-  // Its logarithm; per token so large that every pack is in group 0. A shift, because integer
-  // division delayed the stores of results by 0.1 us.
+  // The binary logarithm of packs_per_group; per token, so large that every pack is in group 0. A
+  // shift, because integer division delayed the stores of results by 0.1 us.
   int32_t group_shift;
   int32_t groups;  // per row; 0 per tensor
   // Features::all_formats only, like the next two. NVFP4: one float32.
@@ -73,7 +74,7 @@ struct QuantParams {
   uint32_t tiles;            // tiles of scales per row of tiles; 0: no tiles
   uint32_t first_scale_row;  // row of the tiles that row 0 uses
 
-  // The group of a pack, and whether the pack is the first of its group. Not per tensor.
+  // Return the group of a pack, and whether the pack is the first of its group. Not per tensor.
   ALLNORM_HD int group_of(int pack) const { return pack >> group_shift; }
   ALLNORM_HD bool leads_group(int pack) const { return (pack & ~(~0u << group_shift)) == 0; }
 };
@@ -87,10 +88,10 @@ struct PostParams {
   bool weight_is_float32;
 };
 
-// The rows of experts whose sums are this rank's partials: numerics step 0. Features::experts only;
+// The experts' rows, whose sums are this rank's partials: numerics step 0. Features::experts only;
 // other kernels read x.
 struct ExpertParams {
-  Rows rows;            // rows of experts
+  Rows rows;            // the experts' rows
   Rows shared;          // one row per token, like the next two; data == nullptr: none
   const char* index;    // top_k int32; nullptr: choice k of token t is row t * top_k + k
   const char* weights;  // top_k float32 factors; nullptr: none
@@ -121,7 +122,7 @@ struct EpilogueParams {
   PostParams post;
 };
 
-// Points that a warp passes, for gpu/stamps.cuh.
+// Points at which a warp takes time stamps (gpu/stamps.cuh).
 enum class Stamp {
   kEntered,
   kGathered,    // together with the other blocks of its cluster
@@ -175,10 +176,10 @@ struct IslandParams {
   Rows out;             // destination of this island's sums; data == nullptr: none
 };
 
-// One launch of a kernel over rows with owners: `fused.num_tokens` rows in the order of
-// dealt_row(), from `first_index` on, a multiple of the world size. With a sharded residual, rows
-// of residual and residual_out, and of x for all_gather_rows, count from the first row of this
-// rank's range.
+// One launch of a kernel over rows with owners: `fused.num_tokens` rows in dealt_row() order,
+// starting at `first_index`, which is a multiple of the world size. With a sharded residual, rows
+// of residual and residual_out (and of x for all_gather_rows) are numbered from the first row of
+// this rank's range.
 struct OwnedRowsParams {
   FusedParams fused;
   int64_t first_index;

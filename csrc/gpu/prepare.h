@@ -1,5 +1,5 @@
-// Converts a call to kernel parameters, and makes the first state of a workspace: pure functions
-// without CUDA.
+// Converts a call to kernel parameters, and creates the initial state of a workspace: pure
+// functions without CUDA.
 #pragma once
 
 #include <algorithm>
@@ -31,8 +31,9 @@ inline Rows rows_from(const void* data, int64_t stride_bytes, int64_t first_row)
   return {begin == nullptr ? nullptr : begin + first_row * stride_bytes, stride_bytes};
 }
 
-// `first_row` and `num_rows`: of the quantized result. With a sharded residual, the rest of the
-// epilogue starts at a different row. `last`: padding rows follow these rows.
+// Returns the quantization parameters. `first_row` and `num_rows`: rows of the quantized result.
+// With a sharded residual, the rest of the epilogue starts at a different row. `last`: padding rows
+// follow these rows.
 inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int64_t num_rows,
                                 bool last) {
   if (!is_quantized(call)) return {};
@@ -45,7 +46,7 @@ inline QuantParams quant_params(const AllnormCall& call, int64_t first_row, int6
   const int group_shift = by_group ? std::countr_zero(static_cast<uint32_t>(packs_per_group)) : 31;
   const int groups = static_cast<int>(scales_per_row(call));
   const int64_t scale_bytes = is_nvfp4(call) ? 1 : 4;
-  // In tiles the address follows from the number of the row.
+  // In tiles, the address follows from the row number.
   const int64_t row_bytes = is_swizzled(call) ? 0 : scale_bytes * call.scale_row_stride;
   return {
       .quantized = static_cast<char*>(call.quantized) + first_row * call.quantized_stride,
@@ -81,7 +82,7 @@ inline PostParams post_params(const AllnormCall& call) {
   };
 }
 
-// Parameters for tokens from `first_row` on.
+// Returns the experts' parameters for tokens from `first_row` on.
 inline ExpertParams expert_params(const AllnormCall& call, int64_t first_row) {
   if (!sums_experts(call)) return {};
   const int64_t width = element_bytes(call.dtype);
@@ -107,13 +108,14 @@ inline ExpertParams expert_params(const AllnormCall& call, int64_t first_row) {
                  (weights.data == nullptr || by_packs(weights)),
   };
 }
-// x of a call without experts.
+// Returns the parameters of x for a call without experts.
 inline Rows x_params(const AllnormCall& call, int64_t first_row) {
   if (sums_experts(call)) return {};
   return rows_from(call.x, call.x_stride * element_bytes(call.dtype), first_row);
 }
 
-// The first row of residual and residual_out may differ from that of `out`.
+// Returns the epilogue's parameters. The first row of residual and residual_out may differ from
+// that of `out`.
 inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row,
                                       int64_t first_residual_row, const QuantParams& quant) {
   const int64_t width = element_bytes(call.dtype);
@@ -139,7 +141,8 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
 }
 
 // Returns whether a two_shot call assigns whole rows, not chunks, to owners. Depends only on values
-// equal on all ranks. If there are fewer rows than SMs, chunks spread a row over all links.
+// that are equal on all ranks. With fewer rows than SMs, chunks are used, because they spread a row
+// over all links.
 inline bool has_row_owners(const AllnormCall& call) {
   if (uses_owners(call)) return true;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
@@ -147,7 +150,7 @@ inline bool has_row_owners(const AllnormCall& call) {
   return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens > kSpreadGrid / least_blocks(packs);
 }
 
-// Bytes of slots for `rows` rows: for one row, or for one row of every owner.
+// The number of slot bytes for `rows` rows: for one row, or for one row of every owner.
 struct SlotBytes {
   int64_t bytes;
   int64_t rows;
@@ -174,15 +177,15 @@ inline SlotBytes slot_bytes(int world_size, const AllnormCall& call) {
 }
 
 #ifdef ALLNORM_STAMPS
-// Device memory for the stamps of each warp; allnorm_stamps_to() sets it.
+// Returns the device memory for the warps' stamps; allnorm_stamps_to() sets it.
 inline StampRecord*& stamps_of_next_launch() {
   static StampRecord* stamps = nullptr;
   return stamps;
 }
 #endif
 
-// Parameters of a launch without rows: it announces `tag` and compares it with the peers' tags.
-// `fault`: the device address.
+// Returns the parameters of a launch without rows, which announces `tag` and compares it with the
+// peers' tags. `fault`: the failure record's device address.
 inline FusedParams rowless_params(const AllnormCommConfig& config, const CallTag& tag,
                                   AllnormFault* fault) {
   FusedParams params = {};
@@ -202,12 +205,12 @@ inline FusedParams rowless_params(const AllnormCommConfig& config, const CallTag
   return params;
 }
 
-// Parameters of a launch that tells the peers that this rank could not make its call.
+// Returns the parameters of a launch that informs the peers that this rank could not make its call.
 inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormFault* fault) {
   return rowless_params(config, {0, kMissingCall}, fault);
 }
 
-// Parameters that all launches of `num_rows` rows have.
+// Returns the parameters that all launches of `num_rows` rows have in common.
 inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
                                    int64_t num_rows, AllnormFault* fault) {
   FusedParams params = rowless_params(config, call_tag(call, num_rows), fault);
@@ -234,7 +237,7 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   return params;
 }
 
-// Parameters of one launch of a fused call: `num_rows` rows from `first_row` on.
+// Returns the parameters of one launch of a fused call: `num_rows` rows from `first_row` on.
 inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCall& call,
                                 int64_t first_row, int64_t num_rows, AllnormFault* fault) {
   FusedParams params = exchange_params(config, call, num_rows, fault);
@@ -246,7 +249,7 @@ inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCa
   return params;
 }
 
-// Parameters of the sums before and after an exchange between islands.
+// Returns the parameters of the sums before and after an exchange between islands.
 inline IslandParams island_params(const AllnormCall& call) {
   constexpr int64_t kBytes = sizeof(float);
   IslandParams params = {};
@@ -259,8 +262,8 @@ inline IslandParams island_params(const AllnormCall& call) {
   return params;
 }
 
-// Parameters of one launch of a call whose rows have owners: `num_rows` rows from row `first` on.
-// If uses_owners(call), rows are in the order of dealt_row(), and `first` is a multiple of the
+// Returns the parameters of one launch of a call whose rows have owners: `num_rows` rows from row
+// `first` on. If uses_owners(call), rows are in dealt_row() order, and `first` is a multiple of the
 // world size.
 inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const AllnormCall& call,
                                          int64_t first, int64_t num_rows, AllnormFault* fault) {
@@ -281,8 +284,8 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   return params;
 }
 
-// The control block of a workspace before its first operation. All bytes after it are 0xff, so that
-// every slot word is kEmptyWord.
+// Returns a workspace's control block before its first operation. All bytes after the block are
+// 0xff, so that every slot word is kEmptyWord.
 inline std::vector<char> first_control_block(uint32_t first_op) {
   static_assert(kEmptyWord == 0xffffffffu);
   std::vector<char> control(PushControl::kBytes, 0);
@@ -292,7 +295,8 @@ inline std::vector<char> first_control_block(uint32_t first_op) {
   auto* released = reinterpret_cast<uint32_t*>(control.data() + PushControl::kReleased);
   std::fill_n(released, kPushMaxWorldSize, first_op - 1);
   for (uint32_t back = 1; back <= PushControl::kTagSlots; ++back) {
-    // Tags of operations before the first, which no rank mistakes for a later operation.
+    // The tags are those of operations before the first, so no rank mistakes them for tags of a
+    // later operation.
     const CallTag nothing = {0, 0};
     const uint32_t op = first_op - back;
     for (int source = 0; source < kPushMaxWorldSize; ++source) {

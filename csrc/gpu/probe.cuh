@@ -1,4 +1,4 @@
-// The probe of a new workspace: a rank stores one word into the workspace of every peer. A mapping
+// The probe of a new workspace: each rank stores one word into every peer's workspace. A mapping
 // can exist although stores through it are lost (IOMMU, PCIe ACS, some drivers).
 //
 // Contract: a workspace holds zeros when its handle is sent to the peers. Only the peer `source`
@@ -12,7 +12,7 @@
 
 namespace allnorm {
 
-// Stores the probe words, one thread per peer. The end of the kernel completes the stores.
+// Stores the probe words, one thread per peer. The stores are complete when the kernel ends.
 __device__ __forceinline__ void store_probes(const ProbeParams& params) {
   const int peer = static_cast<int>(threadIdx.x);
   if (ALLNORM_FAULT(last_peer_not_probed, peer + 1, peer) >= params.world_size ||

@@ -10,7 +10,7 @@
 
 namespace allnorm {
 
-// Numerics step 4, the butterfly over one chunk: every lane gets the same sum.
+// Numerics step 4, the butterfly over one chunk: returns the same sum in every lane.
 __device__ __forceinline__ float butterfly(float value) {
 #pragma unroll
   for (int offset = 16; offset >= 1; offset /= 2) {
@@ -65,8 +65,8 @@ class RowReduction {
   }
 
   // barrier: waits until all blocks of the cluster have initialized their barriers, before any
-  // block signals them; pairs with arrive_in_cluster() in the constructors. Call it while waiting
-  // for other things: a cluster takes half a microsecond to come together.
+  // block signals them; pairs with arrive_in_cluster() in the constructors. Call it while other
+  // data is awaited: it takes half a microsecond until all blocks of a cluster have started.
   __device__ __forceinline__ void join() const {
     if (ALLNORM_FAULT(cluster_does_not_join, false, cluster_size_ != 1)) wait_for_cluster();
   }
@@ -82,7 +82,7 @@ class RowReduction {
     return greatest_of_values(share(bit_cast<float>(chunk_greatest)), first, count);
   }
 
-  // The chunk that this thread's warp holds.
+  // Returns the index of the chunk that this thread's warp holds.
   __device__ __forceinline__ int chunk() const {
     return static_cast<int>((cluster_rank() * blockDim.x + threadIdx.x) / 32);
   }
@@ -132,8 +132,8 @@ class RowReduction {
       if (lane == 0) store_shared(shared_ + at, chunk_value);
       ALLNORM_FAULT(row_sums_without_barrier, , __syncthreads());
     } else {
-      // Not a cluster barrier that orders stores: it would wait until all of this thread's stores
-      // to peers are acknowledged.
+      // A cluster barrier that orders stores would not do: it would wait until all of this thread's
+      // stores to peers are acknowledged.
       if (lane < cluster_size_) {
         store_async_cluster(theirs_ + at, theirs_ + arrived(buffer), chunk_value);
       }

@@ -1,6 +1,6 @@
 // The rows of one cluster (first, first + step, ...), and the steps of a row: load, send, norm and
-// store. A schedule, one file each in gpu/schedules/, determines their order. Its run() takes the
-// rows, and this rank's partial of the first row. Figures of the schedules:
+// store. A schedule, one file each in gpu/schedules/, determines their order. The schedule's run()
+// takes the rows, and this rank's partial of the first row. Figures of the schedules:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#schedules
 //
 // No deadlock: every rank does what a wait needs before it waits for that row or any later one. The

@@ -28,7 +28,7 @@ __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&partial)[kCount],
   return pack<T>(sum);
 }
 
-// A pack with NaN in every element, for every dtype; contains no kEmptyWord.
+// Returns a pack with NaN in every element, for every dtype; contains no kEmptyWord.
 __device__ __forceinline__ Pack nan_pack() {
   return {kCanonicalWord, kCanonicalWord, kCanonicalWord, kCanonicalWord};
 }
@@ -51,7 +51,7 @@ __device__ __forceinline__ Pack at_count(int world_size, const Function& functio
   }
 }
 
-// receive_partials() for `kCount` ranks.
+// Does the work of receive_partials() for `kCount` ranks.
 template <class T, int kCount, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchange,
                                                     const char* slot, int64_t stride, int rank,
@@ -99,14 +99,14 @@ __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchan
 }
 
 // Waits for the partials of one pack from all peers, with all loads in flight together, and sums
-// them. All lanes of a warp call it; lanes that are not `live` load nothing. `slot`: where the
-// first other rank's partial arrives. `stride`: bytes to the next rank's. `peeked`, only with two
-// ranks: what this thread has loaded from the slot in this operation, as its first poll.
-// `unrounded`: see sum_in_rank_order().
+// them. All lanes of a warp call it; lanes that are not `live` load nothing. `slot`: the address
+// where the first other rank's partial arrives. `stride`: bytes from there to the next rank's
+// partial. `peeked`, only with two ranks: the value that this thread has loaded from the slot in
+// this operation, as its first poll. `unrounded`: see sum_in_rank_order().
 //
-// A kernel for any number of ranks has a copy of this code per world size without a kernel of its
-// own. With a single copy for the largest world size two_shot spilled, and a GEMM evicts spilled
-// values from the caches: docs/engineering-log/2026-11-27-spills.md
+// The kernel for any number of ranks contains a copy of this code for each world size without a
+// kernel of its own. With a single copy for the largest world size, two_shot spilled, and a GEMM
+// evicts spilled values from the caches: docs/engineering-log/2026-11-27-spills.md
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
                                                  int64_t stride, int rank, const Pack& own,
@@ -163,7 +163,7 @@ __device__ __forceinline__ int number_at(int q, int rank, int world_size) {
                                          rank + q >= world_size ? rank - 1 : rank);
 }
 
-// Packs of fewer words, which a format has made of a pack.
+// Stores and loads for the smaller packs of one or two words that a format makes from a pack.
 __device__ __forceinline__ void store_to_peer(char* address, const Words<1>& pack) {
   store_relaxed_sys(address, pack.word[0]);
 }

@@ -11,7 +11,7 @@ namespace allnorm {
 
 class Stamps {
  public:
-  // Construct at the start of a kernel.
+  // Construct this object at the start of a kernel.
   __device__ __forceinline__ Stamps() : entered_ns_(DeviceClock::now_ns()) { at(Stamp::kEntered); }
 
   __device__ __forceinline__ void at(Stamp stamp) {

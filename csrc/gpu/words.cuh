@@ -1,4 +1,4 @@
-// One or two words: a pack in a format with fewer bits than x.
+// One or two words: a pack in a format with fewer bits per element than x.
 #pragma once
 
 #include "memory.cuh"

@@ -1,8 +1,8 @@
 // Accesses to the memory that ranks share: one table for kernels, models and machine code.
 //
 //   gpu/cuda/memory.cuh            builds its instructions across the link from the verbs
-//   tests/cuda_accesses_test.cpp   compares what each thread of the kernels does with the rows, in
-//                                  their order, also after a failure
+//   tests/cuda_accesses_test.cpp   compares each kernel thread's accesses with the rows, in order,
+//                                  also after a failure
 //   tests/cpu_accesses_test.cpp    does the same for csrc/cpu
 //   tests/native/protocol_model/   checks the protocol that the rows define under memory models
 //   tests/native/sass/             counts the verbs in the machine code
@@ -29,7 +29,7 @@
 #define ALLNORM_GRID_WAIT      (griddepcontrol, wait,       none)
 #define ALLNORM_BLOCK_BARRIER  (barrier,       cta,         none)
 
-// The instruction of a verb, without operands.
+// A verb's PTX instruction, without operands.
 #define ALLNORM_PTX(verb) ALLNORM_PTX_OF verb
 #define ALLNORM_PTX_OF(operation, order, type) #operation "." #order ".global." #type
 #define ALLNORM_PTX_FENCE(verb) ALLNORM_PTX_FENCE_OF verb
@@ -40,14 +40,14 @@
 //           thread of a row does `send`. The threads that sum do `own` (in one_shot: all), and the
 //           others do `receive`. For rows with owners, `owners` is the exchange of partials. After
 //           it, `rows` are sums or rows of the dtype of x, and `packed` are rows in their format.
-// place     in this rank's workspace if it is loaded or cleared, otherwise in a peer's
+// place     the memory: in this rank's workspace for loads and clears, otherwise in a peer's
 // number    the value that is stored or waited for: the operation (op), the last operation before
 //           it that returned slots (last), the tag, or a payload
 // when      large: in large operations. hands_back: in operations that return slots, on ranks that
-//           have not failed. unless_failed: unless a wait of the thread failed in this operation or
-//           before. unless_failed_before: unless an earlier operation has failed. Only threads that
-//           have not failed load.
-// partner   the part of a peer that reads the stored value, or stores the value that is read
+//           have not failed. unless_failed: unless one of the thread's waits failed in this
+//           operation or before. unless_failed_before: unless an earlier operation has failed.
+//           Only threads that have not failed load.
+// partner   the peer's part that reads the value stored here, or stores the value read here
 #define ALLNORM_ACCESSES(ACCESS) \
   /*     part             place     verb           number   when                  partner          */ \
   ACCESS(begin,           none,     GRID_WAIT,     none,    always,               none             ) \
@@ -83,8 +83,8 @@
   ACCESS(packed_receive,  scale,    CLEAR_U32,     none,    always,               packed_own       ) \
   ACCESS(probe,           probe,    STORE_U32,     probe,   always,               none             )
 
-// A part is a function of cpu/comm.cpp. The number after `publish`, `wait` and `read` is a step of
-// the operation. Rows are plain memory. A rank publishes and announces in its own workspace, and
+// Each part is a function in cpu/comm.cpp. The number after `publish`, `wait` and `read` is a step
+// of the operation. Rows are plain memory. A rank publishes and announces in its own workspace, and
 // waits and compares in a peer's.
 #define ALLNORM_CPU_ACCESSES(ACCESS) \
   /*     part       place      order    partner  */ \
@@ -96,7 +96,7 @@
   ACCESS(sleep,     sleepers,  seq_cst, publish ) \
   ACCESS(sleep,     published, seq_cst, publish )
 
-// The steps of each algorithm for one chunk.
+// The steps of each algorithm for one chunk, in order.
 #define ALLNORM_CPU_ALGORITHMS(DO) \
   DO(one_shot,   announce) \
   DO(one_shot,   write_partial) \

@@ -1,4 +1,5 @@
-// What ranks exchange in addition to data: the operation number and a description of the call.
+// The metadata that ranks exchange in addition to data: the operation number and a description of
+// the call.
 //
 // Two ranks with equal CallTags read and write the same bytes. In every operation, each rank
 // announces its tag to every peer and compares the peers' tags with its own. A diverging peer is
@@ -13,8 +14,8 @@
 namespace allnorm {
 
 // Two 64-bit words: (op << 32 | num_tokens) and (op << 56 | details << 32 | shape). Each contains
-// the operation number, so each is valid alone, whatever order they arrive in. The second needs
-// only the low bits, because an older tag in the slot is from a few operations earlier.
+// the operation number, so each is valid alone, whatever order they arrive in. In the second word
+// the low 8 bits suffice, because an older tag in the slot is from only a few operations earlier.
 struct CallTag {
   uint32_t num_tokens;
   uint32_t shape;
@@ -24,7 +25,7 @@ struct CallTag {
     return index == 0 ? static_cast<uint64_t>(op) << 32 | num_tokens
                       : static_cast<uint64_t>(op << 24 | details) << 32 | shape;
   }
-  // Returns whether both words are from a tag of operation `op`.
+  // Returns whether both words belong to a tag of operation `op`.
   ALLNORM_HD static bool is_of(uint32_t op, uint64_t word0, uint64_t word1) {
     return ALLNORM_FAULT(first_tag_word_not_tested, true, word0 >> 32 == op) &&
            ALLNORM_FAULT(second_tag_word_not_tested, true, word1 >> 56 == (op & 0xff));
@@ -41,11 +42,12 @@ enum class TagOp {
   kPerTensor,
   kNoNorm,  // no norm after the residual
   kNvFp4,
-  kAnnouncement,  // all_gather_rows of descriptions of calls that do not use slots
+  kAnnouncement,  // all_gather_rows whose rows describe calls that do not use slots
 };
 
-// The part of a call in the `shape` of its CallTag; abi/tag.h fills it. `algorithm`:
-// AllnormAlgorithm, or 2 for a sharded residual, or 3 for a call over several islands.
+// The properties of a call that the `shape` of its CallTag encodes; abi/tag.h fills them in.
+// `algorithm`: an AllnormAlgorithm, or 2 for a sharded residual, or 3 for a call over multiple
+// islands.
 struct CallShape {
   int64_t hidden_size;  // 20 bits
   int dtype;            // 2
@@ -65,7 +67,8 @@ ALLNORM_HD uint32_t shape_code(const CallShape& shape) {
 }
 
 ALLNORM_HD int algorithm_of(uint32_t shape) { return static_cast<int>(shape >> 22 & 3); }
-// Replaces the shape if this rank could not make its call. No CallShape has an op of 15.
+// The shape that a rank announces if it could not make its call. No call has this shape, because no
+// TagOp is 15.
 constexpr uint32_t kMissingCall = 0xfffffffeu;
 constexpr int64_t kMaxHiddenSize = (1 << 20) - 1;
 

@@ -1,9 +1,9 @@
-// Defects for mutation testing: a compile-time switch at the place of each defect.
+// Defects for mutation testing, each behind a compile-time switch in the code.
 //
 // ALLNORM_FAULT(name, wrong, right) expands to `right`. If the build defines ALLNORM_FAULT_<name>
-// as 1, it expands to `wrong`. Either may be empty; put parentheses around a comma in them. Every
-// fault needs a test that reports it. tests/native/kernel_mutants/table.py names that test, and
-// `make mutants` builds the faults one by one.
+// as 1, it expands to `wrong`. Either may be empty; a comma in them must be inside parentheses.
+// Every fault needs a test that detects it. tests/native/kernel_mutants/table.py names that test,
+// and `make mutants` builds the faults one by one.
 #pragma once
 
 #define ALLNORM_FAULT(name, wrong, right) ALLNORM_FAULT_IF(ALLNORM_FAULT_##name, wrong, right)

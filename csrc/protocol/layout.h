@@ -26,14 +26,14 @@ ALLNORM_HD int64_t align_down(int64_t bytes) { return bytes / kAlignBytes * kAli
 
 constexpr int kPushMaxWorldSize = 8;
 // A power of two. Slots are returned once per half; docs/engineering-log/2026-11-25-cold-call.md
-// has what that costs a call of few rows. The head of gpu/exchange.cuh explains why a half may be
-// reused. The protocol models (tests/native/protocol_model) use a smaller value.
+// shows what returning them costs a call with few rows. The head of gpu/exchange.cuh explains why a
+// half may be reused. The protocol models (tests/native/protocol_model) use a smaller value.
 #ifndef ALLNORM_HALF_UNITS
 #define ALLNORM_HALF_UNITS 16
 #endif
 constexpr uint32_t kHalfUnits = ALLNORM_HALF_UNITS;
 constexpr uint32_t kPushUnits = 2 * kHalfUnits;
-// Units of an operation that does not fit into one unit and is not large.
+// Units taken by an operation that does not fit into one unit and is not large.
 constexpr uint32_t kMoreUnits = ALLNORM_FAULT(half_of_one_operation, kHalfUnits, kHalfUnits / 2);
 // 16 rows of 4096 16-bit columns from one peer.
 constexpr int64_t kSmallUnitBytes = 128 << 10;
@@ -46,10 +46,10 @@ struct PushControl {
   // low half is the operation number. The high half is SlotPlace::kept, which continues where the
   // operation number wraps.
   static constexpr int64_t kCounters = 0;
-  // uint64_t: nonzero after a wait of this rank has failed; the low half is then the number of the
-  // operation. Later launches do not wait. Local.
+  // uint64_t: nonzero once one of this rank's waits has failed; the low half is then the number of
+  // that operation. Later launches do not wait. Local.
   static constexpr int64_t kPoisoned = kCounters + 8 * kMaxBlocks;
-  // uint64_t[4]: number of launches, by the `algorithm` of their CallShape. Local.
+  // uint64_t[4]: number of launches, indexed by the `algorithm` of their CallShape. Local.
   static constexpr int64_t kLaunches = kPoisoned + 16;
   // uint64_t[kTagSlots][kPushMaxWorldSize][2]: the CallTag that each peer announced. The slot
   // depends on the operation number alone, because ranks whose calls differ must find each other's
@@ -81,9 +81,10 @@ static_assert(PushControl::kProbes + 4 * kPushMaxWorldSize <= PushControl::kByte
 static_assert(PushControl::kLaunches + 8 * 4 <= PushControl::kTags);
 static_assert(PushControl::kBytes % kAlignBytes == 0);
 
-// Where the slots of an operation are, and whether the operation returns slots. Computed only from
+// The location of an operation's slots, and whether the operation returns slots. Computed only from
 // the operation counter, which is equal on all ranks. A large operation also takes a unit, which
-// stays unused, so that 2 to kHalfUnits operations use a half: none takes more than half of it.
+// stays unused. No operation takes more than half of a half, so each half serves 2 to kHalfUnits
+// operations.
 struct SlotPlace {
   uint32_t kept;
   uint32_t units;  // taken by this operation
@@ -91,15 +92,16 @@ struct SlotPlace {
 
   static constexpr int kLargeShift = 8, kSinceShift = 16;
 
-  // The first unit that is free in the current half.
+  // Returns the first free unit in the current half.
   ALLNORM_HD uint32_t free_unit() const { return kept % kPushUnits; }
-  // The first unit of this operation. It is in the other half if the current one is too full.
+  // Returns the first unit of this operation, which is in the other half if the current one is too
+  // full.
   ALLNORM_HD uint32_t unit() const {
     return free_unit() % kHalfUnits + units > kHalfUnits
                ? (free_unit() / kHalfUnits + 1) * kHalfUnits % kPushUnits
                : free_unit();
   }
-  // The phase of the next large operation, which may be this one.
+  // Returns the phase of the next large operation, which may be this one.
   ALLNORM_HD uint32_t large_phase() const { return kept >> kLargeShift & 1; }
   // Returns whether this operation returns all slots of earlier operations: the first operation of
   // a half does, and so does every large one.
@@ -107,7 +109,7 @@ struct SlotPlace {
     return ALLNORM_FAULT(large_not_handed_back, false, large) ||
            ALLNORM_FAULT(half_not_handed_back, false, unit() % kHalfUnits == 0);
   }
-  // Number of operations since slots were last returned.
+  // Returns the number of operations since slots were last returned.
   ALLNORM_HD uint32_t since() const { return kept >> kSinceShift; }
   // Returns `kept` for the next operation.
   ALLNORM_HD uint32_t next() const {
@@ -123,7 +125,7 @@ static_assert(kPushUnits <= 1u << SlotPlace::kLargeShift);
 // numbered by the *other* rank, because a rank's own data stays local.
 //   one_shot: slot[other][row][pack], the other rank's partial.
 //   two_shot: slot[other][row][pack], only for the packs that this rank owns, stored densely: the
-//             chunks that it owns of a row are contiguous; then sum[row][pack], the gathered sums.
+//             chunks of a row that it owns are contiguous; then sum[row][pack], the gathered sums.
 struct PushLayout {
   int32_t world_size;
   int32_t packs;
@@ -154,9 +156,9 @@ struct PushLayout {
     if (bytes <= phases(workspace_bytes, 1).bytes) return 1;
     return bytes <= kMoreUnits * phases(workspace_bytes, kMoreUnits).bytes ? kMoreUnits : 0;
   }
-  // The index of rank `peer` among all ranks except `self`.
+  // Returns the index of rank `peer` among all ranks except `self`.
   ALLNORM_HD static int other(int self, int peer) { return peer - (peer > self ? 1 : 0); }
-  // The most packs of a row that one rank owns, in whole chunks.
+  // Returns the maximum number of packs of a row that one rank owns, in whole chunks.
   ALLNORM_HD static int64_t owned_packs(int world_size, int64_t packs) {
     const int64_t chunks = (packs + kPacksPerChunk - 1) / kPacksPerChunk;
     return (chunks + world_size - 1) / world_size * kPacksPerChunk;
@@ -172,8 +174,8 @@ struct PushLayout {
   ALLNORM_HD int64_t one_shot_slot(int other, int64_t row, int64_t pack) const {
     return kPackBytes * ((other * rows + row) * packs + pack);
   }
-  // Packs are owned by chunk. Chunk c of a row belongs to rank (row + c) mod world_size, where it
-  // is number c / world_size of that row.
+  // Ownership is per chunk. Chunk c of a row belongs to rank (row + c) mod world_size; it is number
+  // c / world_size among that rank's chunks of the row.
   ALLNORM_HD int64_t two_shot_slot(int other, int64_t row, int64_t pack) const {
     const int64_t chunk = pack / kPacksPerChunk;
     const int64_t local = chunk / world_size * kPacksPerChunk + pack % kPacksPerChunk;
@@ -186,8 +188,8 @@ struct PushLayout {
 };
 
 // Data region of one launch of rows with owners, at most `rows` per owner: slot[other][row][pack],
-// the other rank's partial of a row that this rank owns; then finished[other][row], the finished
-// rows of the other rank: elements, then float32 scales if they are sent.
+// the other rank's partial of a row that this rank owns; then finished[other][row], the other
+// rank's finished rows: elements, then float32 scales if they are sent.
 struct ShardedLayout {
   int32_t world_size;
   int32_t packs;
@@ -199,7 +201,7 @@ struct ShardedLayout {
     const int64_t bytes = finished_scale(scales);
     return (bytes + kPackBytes - 1) / kPackBytes * kPackBytes;
   }
-  // Bytes for one row of every owner. `gathered`: no partials are exchanged.
+  // Returns the bytes for one row of every owner. `gathered`: no partials are exchanged.
   ALLNORM_HD int64_t row_bytes(bool gathered) const {
     return (world_size - 1) * (finished_bytes() + (gathered ? 0 : slot(0, 0, packs)));
   }
@@ -220,15 +222,15 @@ struct ShardedLayout {
 constexpr int kPullPhases = ALLNORM_FAULT(one_pull_phase, 1, 2);
 
 struct PullControl {
-  // uint32_t: the progress of this rank, 2 * operation + step.
+  // uint32_t: this rank's progress, 2 * operation + step.
   static constexpr int64_t kPublished = 0;
   // uint64_t[kPullPhases][2]: the CallTag of this rank's operation, in the cache line of
   // kPublished, which a waiting peer reads anyway.
   static constexpr int64_t kTags = 16;
-  // uint32_t in a separate cache line: number of peers that sleep until kPublished changes.
+  // uint32_t in a separate cache line: the number of peers that sleep until kPublished changes.
   static constexpr int64_t kSleepers = 64;
   // uint32_t in the same line, read by sleeping peers: 1 once this rank has closed its communicator
-  // or was interrupted, and hence publishes nothing any more.
+  // or was interrupted, after which it publishes nothing.
   static constexpr int64_t kLeft = 68;
   static constexpr int64_t kBytes = 4096;
 
@@ -246,8 +248,8 @@ struct FinishedRow {
 };
 
 // Data region of one chunk of `rows` rows of `row_bytes` bytes. If rows have owners, each owner has
-// at most `owned` of them. Regions are contiguous, so only elements of `row_bytes` are aligned, and
-// scales are not aligned at all.
+// at most `owned` of them. Regions follow each other without padding, so only the elements of rows
+// of `row_bytes` bytes are aligned. Scales are not aligned at all.
 //   one_shot: partial[row].
 //   two_shot: partial[row], then sum[row] (only rows that this rank owns).
 //   sharded: partial[row], then normed[i], quantized[i], scales[i] of the rows that this rank owns.
@@ -267,7 +269,7 @@ struct PullLayout {
   ALLNORM_HD static int64_t chunk_row_bytes(bool two_shot, int64_t row_bytes) {
     return two_shot ? 2 * row_bytes : row_bytes;
   }
-  // Sharded: bytes of one row of every owner.
+  // Sharded: returns the bytes for one row of every owner.
   ALLNORM_HD static int64_t round_bytes(int world_size, int64_t row_bytes,
                                         const FinishedRow& finished) {
     return world_size * row_bytes + finished.bytes();
@@ -288,7 +290,8 @@ struct RowRange {
   int64_t begin;
   int64_t end;
 };
-// Returns the consecutive rows of a rank; the first (rows % world_size) ranks have one row more.
+// Returns the consecutive rows that belong to a rank; the first (rows % world_size) ranks have one
+// row more.
 ALLNORM_HD RowRange row_shard(int64_t rows, int world_size, int rank) {
   const int64_t base = rows / world_size, extra = rows % world_size;
   const int64_t begin = rank * base + (rank < extra ? rank : extra);
@@ -296,7 +299,7 @@ ALLNORM_HD RowRange row_shard(int64_t rows, int world_size, int rank) {
 }
 
 // The order in which rows with owners are processed: round-robin over owners, so that no link
-// idles. Row `index` of this order, of `rows` rows in all, is row `local` of its owner's range.
+// idles. With `rows` rows in all, row `index` in this order is row `local` of its owner's range.
 struct DealtRow {
   int owner;
   int64_t local;

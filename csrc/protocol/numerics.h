@@ -30,7 +30,7 @@
 
 namespace allnorm {
 
-// 16 bytes: the unit in which rows cross the link, are polled and are squared.
+// 16 bytes: the unit in which rows are sent over the link, polled and squared.
 struct alignas(16) Pack {
   uint32_t word[4];
 };
@@ -215,7 +215,7 @@ ALLNORM_HD float divide_by_reciprocal(float a, float b, float reciprocal) {
   return fma_rn(-fma_rn(b, quotient, -a), reciprocal, quotient);
 }
 
-// Numerics step 4, the end: converts the sum of squares of a row to 1 / rms.
+// Last part of numerics step 4: converts the sum of squares of a row to 1 / rms.
 ALLNORM_HD float reciprocal_rms(float sum, float num_elements, float eps) {
   const float mean = div_rn(sum, num_elements);
   return div_rn(1.0f, sqrt_rn(add_rn(mean, eps)));
@@ -278,7 +278,7 @@ ALLNORM_HD Pack apply_gains(float* z, const float* gains) {
   return pack<T>(z);
 }
 
-// Numerics step 1c, the end: multiplies the reduced sum, or its norm, by a factor.
+// Last part of numerics step 1c: multiplies the reduced sum, or its norm, by a factor.
 template <class T>
 ALLNORM_HD Pack scale_pack(const Pack& sum, float factor) {
   float values[kElemsPerPack<T>];
@@ -295,12 +295,11 @@ constexpr float kMinAmax = 1e-10f;
 // Every NaN becomes this value. A quantized row never contains 0xff, the other NaN.
 constexpr uint8_t kNanE4m3 = 0x7f;
 
-// Returns |y| as an integer of the same order. NaN is above infinity, so that a maximum propagates
-// NaN.
+// Returns |y| as an integer that compares in the same order. NaN is above infinity, so that a
+// maximum propagates NaN.
 ALLNORM_HD uint32_t magnitude(float y) { return bit_cast<uint32_t>(y) & 0x7fffffffu; }
 
-// Returns the greatest magnitude() in one pack. In every dtype, magnitudes have the order of their
-// bits.
+// Returns the greatest magnitude() in one pack. In every dtype, magnitudes compare like their bits.
 template <class T>
 ALLNORM_HD uint32_t greatest_magnitude(const Pack& pack) {
   uint32_t greatest = 0;
@@ -356,7 +355,7 @@ ALLNORM_HD uint8_t to_e4m3(float v) {
 #endif
 }
 
-// Four at a time, the first in the lowest byte.
+// Converts four numbers, the first into the lowest byte.
 ALLNORM_HD uint32_t to_e4m3x4(const float* v) {
 #if defined(__CUDA_ARCH__)
   const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(v[0], v[1]), __NV_SATFINITE, __NV_E4M3);
@@ -422,7 +421,7 @@ ALLNORM_HD uint32_t to_e2m1(float v) {
 #define ALLNORM_CONVERTS_E2M1
 #endif
 
-// Four at a time, the first in the lowest bits.
+// Converts four numbers, the first into the lowest bits.
 ALLNORM_HD uint32_t to_e2m1x4(const float* v) {
 #if defined(ALLNORM_CONVERTS_E2M1)
   const uint32_t low =
@@ -435,8 +434,8 @@ ALLNORM_HD uint32_t to_e2m1x4(const float* v) {
 #endif
 }
 
-// Returns the offset of a scale in tiles of 128 rows by 4 groups; a row of tiles has `tiles` of
-// them.
+// Returns the offset of a scale in tiles of 128 rows by 4 groups. `tiles`: number of tiles in a row
+// of tiles.
 constexpr uint32_t kTileRows = 128;
 constexpr uint32_t kTileGroups = 4;
 ALLNORM_HD int64_t swizzled_scale(uint32_t row, uint32_t group, uint32_t tiles) {
@@ -445,9 +444,9 @@ ALLNORM_HD int64_t swizzled_scale(uint32_t row, uint32_t group, uint32_t tiles) 
   return static_cast<int64_t>(tile * (kTileRows * kTileGroups) + in_tile);
 }
 
-// Divides many numbers by a scale from scale_of(), for to_e4m3(): the resulting byte is that of the
-// correctly rounded quotient. A scale is at least 1e-10 / 448, and |y| is at most 448 times the
-// scale. Hence nothing overflows, and no remainder that matters is denormal.
+// Divides many numbers by a scale from scale_of(), for to_e4m3(): the resulting byte is the same as
+// for the correctly rounded quotient. A scale is at least 1e-10 / 448, and |y| is at most 448 times
+// the scale. Hence nothing overflows, and no remainder that matters is denormal.
 class ScaleDivisor {
  public:
   ALLNORM_HD explicit ScaleDivisor(float scale)
@@ -463,8 +462,8 @@ class ScaleDivisor {
   float reciprocal_, scale_;
 };
 
-// Divides by a static scale of moderate size. A quotient beyond 512 becomes 512, which still
-// saturates at 448.
+// Divides by a static scale of moderate size. A quotient above 512 becomes 512, which still
+// saturates to 448.
 class GivenScaleDivisor {
  public:
   ALLNORM_HD explicit GivenScaleDivisor(float scale)

@@ -1,4 +1,4 @@
-// Waiting for a number with a deadline, for any kind of memory.
+// Helpers for waiting for a number with a deadline, in any kind of memory.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ ALLNORM_HD bool has_reached(uint32_t seen, uint32_t expected) {
 template <class Clock>
 class Deadline {
  public:
-  // Polls per reading of the clock: few enough to be punctual, and enough to cost nothing.
+  // Number of polls per clock reading: few enough that the wait ends on time, and enough that the
+  // readings cost nothing.
   static constexpr uint32_t kPollsPerLook = 256;
   // Threshold of is_long(): longer than any check of peers takes, but short enough to report a dead
   // peer without a noticeable delay.
@@ -32,8 +33,8 @@ class Deadline {
   // poll.
   ALLNORM_HD bool look_due() { return ++polls_ % kPollsPerLook == 0; }
 
-  // Returns whether the time is up. The clock starts at the first call and not in the constructor,
-  // so that a wait that succeeds early never reads it.
+  // Returns whether the deadline has passed. The clock starts at the first call and not in the
+  // constructor, so that a wait that succeeds early never reads it.
   ALLNORM_HD bool expired() {
     const int64_t now = Clock::now_ns();
     if (start_ns_ == 0) start_ns_ = now;
@@ -49,7 +50,7 @@ class Deadline {
 
  private:
   int64_t timeout_ns_;
-  // volatile keeps it in memory: kernels are short of registers, and this value is rarely read.
+  // volatile keeps this value in memory: kernels are short of registers, and it is rarely read.
   volatile int64_t start_ns_ = 0;
   uint32_t polls_ = 0;
 };

@@ -1,4 +1,4 @@
-// Flag in data: the contents of a slot show whether its data has arrived.
+// Flag in data: a slot's contents show whether its data has arrived.
 #pragma once
 
 #include <cstdint>

@@ -25,14 +25,14 @@ struct Keyword {
   std::vector<Kind> kinds;
 };
 
-// Never freed, like everything that they refer to.
+// Never freed, like the objects that the keywords refer to.
 std::vector<Keyword>* keywords = nullptr;
 PyObject* fallbacks[kMaxKeywords] = {};
 
 PyObject* kept(PyObject* object) { return Ref::borrowed(object).release(); }
 
-// Sets `place` to the tensor of this name, or to kConstant for None. Returns false with an error
-// set if there is no such tensor.
+// Sets `place` to the tensor with this name, or to kConstant for None. Returns false with an error
+// set if no tensor has this name.
 bool find_place(PyObject* name, int* place) {
   *place = kConstant;
   if (name == Py_None) return true;

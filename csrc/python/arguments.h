@@ -43,22 +43,22 @@ struct Arguments {
   // then by its parts that are not tensors.
   PyObject* constants[kMaxConstants];
   int num_constants = 0;
-  std::vector<Ref> parts;  // owns what was read from values with parts
+  std::vector<Ref> parts;  // owns the parts read from values with parts
 };
 
 // Sets the table: a tuple of (name, default, tensor, kinds) per keyword. `default`: a tuple of one
 // value, or () if the keyword is required. `tensor`: one of kTensorNames, or None for a constant.
 // `kinds`: a tuple of (type, parts) per type whose values have parts. `parts`: a tuple of
 // (attribute, tensor), with `tensor` as above. Call it once per process, before any call. Returns
-// false with an error set if the table does not fit this file.
+// false with an error set if the table does not match this file.
 bool use_keywords(PyObject* table);
 
-// Reads the arguments of a vectorcall. Returns false if they do not fit the table; Python then
+// Reads the arguments of a vectorcall. Returns false if they do not match the table; Python then
 // raises the error.
 bool read_call(PyObject* const* given, Py_ssize_t num_positional, PyObject* names,
                Arguments& arguments);
 
-// Reads a tuple with one value per keyword. Returns false if it does not fit the table.
+// Reads a tuple with one value per keyword. Returns false if the tuple does not match the table.
 bool read_values(PyObject* values, Arguments& arguments);
 
 }  // namespace allnorm

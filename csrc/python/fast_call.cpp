@@ -1,15 +1,15 @@
 // Repeated calls without Python: this library recognizes them by their arguments, allocates their
-// results, fills in addresses and launches. All other calls go to the Python function that it
-// wraps, which checks them and raises errors (src/allnorm/core/dispatch.py).
+// results, fills in addresses and launches. All other calls go to the Python function that the
+// library wraps, which checks them and raises errors (src/allnorm/core/dispatch.py).
 //
-// It uses only CPython's stable ABI, so that one library works with every version from 3.11 on.
-// ctypes loads it. It calls torch through the callables that it is given.
+// The library uses only CPython's stable ABI, so that one build works with every version from 3.11
+// on. ctypes loads it, and it calls torch through callables that Python passes to it.
 //
 // Threads: everything but the launch runs under the interpreter lock. A callable may let other
-// threads run, which may remove a prepared call, so a call in use has its own reference. The
-// communicator's lock is held during the launch, as in Python. A call that would have to wait for
-// it goes to Python, which can tell whether this thread holds it. Calls without a communicator have
-// no lock, because each thread has its own FastCall.
+// threads run, and these may remove a prepared call, so the fast path keeps its own reference to
+// the call in use. The communicator's lock is held during the launch, as in Python. A call that
+// would have to wait for the lock goes to Python, which can tell whether this thread holds it.
+// Calls without a communicator have no lock, because each thread has its own FastCall.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,11 +25,11 @@
 namespace allnorm {
 namespace {
 
-// Maximum of prepared calls, the latest first. A model makes few kinds of calls, and each costs a
-// comparison.
+// Maximum number of prepared calls, the latest first. A model makes only a few different calls, and
+// each prepared call costs a comparison.
 constexpr std::size_t kMaxPrepared = 4;
 
-// Maximum of known streams, the latest last. A program uses few.
+// Maximum number of known streams, the latest last. A program uses only a few.
 constexpr std::size_t kMaxStreams = 16;
 
 // State of the calls of one communicator, or of the calls of one thread without a communicator.
@@ -52,11 +52,11 @@ struct FastCall {
 constexpr const char* kFastCall = "allnorm.FastCall";
 constexpr const char* kPrepared = "allnorm.Prepared";
 
-// Nothing is recognized while there are watchers, so that Python sees every call.
+// While there are watchers, no call is recognized, so that Python sees every call.
 int watchers = 0;
 
-// The variables of torch.autograd.forward_ad, a dict that is never freed. The dispatch keys of a
-// tensor do not show tangents.
+// The variables of torch.autograd.forward_ad, a dict that is never freed. A tensor's dispatch keys
+// do not show whether it has a tangent.
 PyObject* forward_ad = nullptr;
 
 // Returns whether forward-mode differentiation is off. If it is on, Python examines the tensors.
@@ -89,8 +89,8 @@ bool knows(FastCall& fast, void* stream) {
   return false;
 }
 
-// Returns the results of the call: a tuple, or the only result. Writes the addresses of new results
-// to `call`. Returns NULL with an error set.
+// Creates the results of the call and returns them: a tuple, or the only result. Writes the
+// addresses of new results to `call`. Returns NULL with an error set.
 PyObject* make_results(const Prepared& prepared, const Arguments& arguments, AllnormCall& call) {
   const std::size_t count = prepared.results.size();
   Ref all(count == 1 ? nullptr : PyTuple_New(static_cast<Py_ssize_t>(count)));
@@ -112,8 +112,8 @@ PyObject* make_results(const Prepared& prepared, const Arguments& arguments, All
   return all.release();
 }
 
-// The arguments of a call as its caller passed them. `names`: tuple of the names of the last
-// arguments, or NULL.
+// The arguments of a call as its caller passed them. `names`: a tuple with the names of the keyword
+// arguments, which come last, or NULL.
 struct Passed {
   PyObject* const* arguments;
   Py_ssize_t num_positional;
@@ -144,8 +144,8 @@ PyObject* call_python(const Ref& function, PyObject* first, const Passed& passed
   return PyObject_Call(function.get(), positional.get(), by_name.get());
 }
 
-// Makes a call in Python and returns its results. If a signal handler has set an error, it is
-// raised after the call, because the peers make the call too.
+// Makes a call in Python and returns its results. If a signal handler has set an error, the error
+// is raised after the call, because the peers make the call too.
 PyObject* make_in_python(const FastCall& fast, const Passed& passed) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
@@ -252,7 +252,7 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t num_positional
   return code ? call_python(fast->failed, code.get(), passed) : nullptr;
 }
 
-// keep(prepared): recognizes this call from now on, instead of the one used longest ago.
+// keep(prepared): recognizes this call from now on, in place of the least recently used one.
 PyObject* keep(PyObject* self, PyObject* capsule) {
   FastCall* const fast = fast_of(self);
   if (fast == nullptr) return nullptr;
@@ -315,15 +315,15 @@ ALLNORM_API std::int32_t allnorm_fast_call_abi() { return ALLNORM_ABI_VERSION; }
 
 ALLNORM_API void allnorm_fast_call_watch(std::int32_t more) { watchers += more; }
 
-// Sets the objects of torch that calls need. Call it once per process, before keep(). `variables`:
-// dict of torch.autograd.forward_ad. The others are the classes of tensors.
+// Sets the torch objects that calls need. Call it once per process, before keep(). `variables`: the
+// dict of torch.autograd.forward_ad. The other arguments are the tensor classes.
 ALLNORM_API void allnorm_fast_call_use_tensors(PyObject* variables, PyObject* tensor,
                                                PyObject* parameter) {
   forward_ad = Ref::borrowed(variables).release();
   use_tensor(tensor, parameter);
 }
 
-// Sets the table of keywords: use_keywords(). Returns None, or NULL with an error set.
+// Sets the keyword table: see use_keywords(). Returns None, or NULL with an error set.
 ALLNORM_API PyObject* allnorm_fast_call_use_keywords(PyObject* table) {
   return use_keywords(table) ? none() : nullptr;
 }
@@ -362,8 +362,9 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
   return functions.release();
 }
 
-// Returns a call for keep(). `values`: tuple, one per keyword. `results`: tuple of (place, callable
-// or None, its arguments). `given`, `aligns` and `spans` describe the tensors, as Operand does.
+// Returns a prepared call for keep(). `values`: a tuple with one value per keyword. `results`: a
+// tuple of (place, callable or None, the callable's arguments). `given`, `aligns` and `spans`
+// describe the tensors, as Operand does.
 ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
                                                 PyObject* grad_enabled, PyObject* overwrite,
                                                 PyObject* values, PyObject* results,

@@ -2,8 +2,8 @@
 // ends the wait.
 //
 // Python's signal handler only sets a flag, which is not read while the library waits. A waiting
-// thread therefore calls run_handlers() regularly, without the interpreter lock. An exception of a
-// handler is stored here until the call has returned and its caller raises it.
+// thread therefore calls run_handlers() regularly, without the interpreter lock. An exception that
+// a handler raises is stored here until the call has returned and its caller raises the exception.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,7 +15,8 @@
 namespace allnorm {
 namespace {
 
-// The exception of the main thread, which alone runs handlers; used under the interpreter lock.
+// The exception that a handler raised in the main thread; no other thread runs handlers. Guarded by
+// the interpreter lock.
 PyObject *raised_type = nullptr, *raised = nullptr, *raised_trace = nullptr;
 
 int32_t run_handlers() {
@@ -37,8 +38,8 @@ ALLNORM_API void* allnorm_fast_call_look() {
   return reinterpret_cast<void*>(allnorm::run_handlers);
 }
 
-// Raises the exception of a handler in a call of this thread that has returned. Returns None if
-// there is none.
+// Raises the exception that a handler raised during a call of this thread; the call must have
+// returned. Returns None if there is no exception.
 ALLNORM_API PyObject* allnorm_fast_call_raise() {
   using namespace allnorm;
   if (raised_type == nullptr || syscall(SYS_gettid) != getpid()) return none();

@@ -22,15 +22,15 @@ Tensor input_of(int result) { return result == kOut ? kX : kResidual; }
 // Smaller addresses may be offsets into freed memory: src/allnorm/core/tensors.py.
 constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
 
-// Objects of torch, looked up once and never freed. Calling a descriptor is faster than looking up
-// an attribute of a tensor.
+// Torch objects, looked up once and never freed. Calling a descriptor is faster than looking up an
+// attribute of a tensor.
 PyObject* tensor_type = nullptr;
 PyObject* parameter_type = nullptr;
 PyObject* is_nested = nullptr;
 descrgetfunc get_is_nested = nullptr;
 PyObject* data_ptr = nullptr;
 
-// Returns whether the values of `object` are the numbers in its memory, because of its type.
+// Returns whether the type of `object` guarantees that its values are the numbers in its memory.
 bool is_tensor(PyObject* object) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   return type == tensor_type || type == parameter_type;
@@ -53,8 +53,8 @@ bool has_memory(PyObject* tensor) {
   return address && PyLong_AsVoidPtr(address.get()) != nullptr;
 }
 
-// Returns whether a preallocated result shares memory with another tensor of the call, except the
-// input that it may overwrite.
+// Returns whether a preallocated result shares memory with another of the call's tensors, except
+// the input that it may overwrite.
 bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int result) {
   const Operand* const operands = prepared.operands;
   for (int other = 0; other < kNumTensors; ++other) {
@@ -94,7 +94,7 @@ bool find_memory(const Arguments& arguments, std::uintptr_t* addresses) {
     const bool there =
         addresses[i] >= kLowAddress || (PyErr_Occurred() == nullptr && has_memory(tensor));
     if (!there || !has_strides(tensor)) {
-      drop_error(PyExc_RuntimeError);  // torch's answer for a tensor without memory
+      drop_error(PyExc_RuntimeError);  // torch raises it for a tensor without memory
       return false;
     }
   }

@@ -1,4 +1,4 @@
-// A prepared call: how to recognize a repetition of it, and where its addresses belong.
+// A prepared call: the data to recognize a repetition of the call, and the places of its addresses.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +23,12 @@ struct Operand {
 
 // A value that a call returns.
 struct Result {
-  Tensor place;   // where its memory is bound
+  Tensor place;   // the call's tensor that this value is
   Ref make;       // callable that creates it; NULL if it is an argument, or None
   Ref arguments;  // arguments of that callable
 };
 
-// A prepared call: everything but addresses and stream, and how to recognize it.
+// A prepared call: everything but addresses and stream, and the data to recognize the call.
 struct Prepared {
   AllnormCall call;
   Ref check;  // callable(distinct tensor arguments): whether they match the prepared ones
@@ -47,13 +47,13 @@ struct Prepared {
 void use_tensor(PyObject* tensor, PyObject* parameter);
 
 // Finds the addresses of the tensor arguments. Returns false if one has a different class, is
-// nested or has no memory of its own, as under the transforms of torch.func. The check of a
-// prepared call must not see those: it reads strides, which may throw a C++ exception that ends the
-// process. An error is set if other code, such as a signal handler, raised it meanwhile.
+// nested or has no memory of its own, as under torch.func's transforms. The check of a prepared
+// call must not see such tensors: it reads strides, which may throw a C++ exception that ends the
+// process. An error is set if other code, such as a signal handler, raised one meanwhile.
 bool find_memory(const Arguments& arguments, std::uintptr_t* addresses);
 
 // Returns whether `prepared` fits these arguments, whose memory find_memory() has found. Returns
-// false with the error set if a comparison or a signal handler raised one.
+// false with an error set if a comparison or a signal handler raised one.
 bool recognizes(const Prepared& prepared, const Arguments& arguments);
 
 // Returns the address of a tensor's elements, or 0 with an error set.

@@ -10,9 +10,9 @@
 
 namespace allnorm {
 
-// A reference to a Python object, or none. It counts with functions: the macros in a version's
-// headers count as that version does, and those of 3.11 would decrement the immortal None of 3.12
-// with every call.
+// A reference to a Python object, or none. It counts references with functions, not macros. The
+// macros in the headers of a Python version follow that version's rules, and those of 3.11 would
+// decrement 3.12's immortal None with every call.
 class Ref {
  public:
   Ref() = default;

@@ -16,7 +16,7 @@ using I16 = int16_t __attribute__((vector_size(2 * kWidth)));
 
 // ---- The greatest magnitude ---------------------------------------------------------------------
 
-// Floats without signs have the order of integers, with NaN above infinity.
+// Floats without signs compare like integers, with NaN above infinity.
 template <class T>
 using MagnitudeVector = std::conditional_t<std::is_same_v<T, Float32>, I32, I16>;
 
@@ -72,15 +72,15 @@ ALLNORM_INLINE U32 round_to_e4m3(F32 v) {
   return (units + ((U32)exponent >> 20)) | ((U32)bits >> 24 & 0x80u);
 }
 
-// The same for any v, also above 448, infinite or NaN.
+// Does the same as round_to_e4m3() for any v, including values above 448, infinity and NaN.
 ALLNORM_INLINE U32 clamp_to_e4m3(F32 v) {
   const I32 bits = (I32)v, size = bits & 0x7fffffff, most = I32{} + 0x43e00000;  // 448
   const F32 clamped = (F32)((size > most ? most : size) | (bits & INT32_MIN));
   return v != v ? U32{} + kNanE4m3 : round_to_e4m3(clamped);
 }
 
-// `kAny`: quotients may have any value. This divides: replacing it by a corrected product, six
-// instructions, is faster only on machines with slow division.
+// `kAny`: quotients may have any value. The code divides. Replacing the division with a corrected
+// multiplication, which takes six instructions, is faster only on machines with slow division.
 template <class T, bool kAny>
 ALLNORM_INLINE U8 quantize_vector(const typename T::Storage* y, F32 scale) {
   const F32 quotient = Elements<T>::load_natural(y) / scale;
@@ -108,9 +108,9 @@ void store_e4m3(const RowOp& op, const typename T::Storage* y, const RowPointers
   if (op.quant == ALLNORM_QUANT_PER_TENSOR) {
     return quantize_group<T, true>(y, op.hidden_size, op.given_scale, to);
   }
-  // Computes the scales of several groups before their bytes, so that the latencies from a maximum
-  // to the first quotient, 50 cycles each, overlap. EPYC (Zen 5), avx512, 16x4096 bfloat16 in
-  // groups of 128: 1.02 us per row instead of 1.25 us.
+  // Computes the scales of multiple groups before their bytes. The latencies from a maximum to the
+  // first quotient, 50 cycles each, then overlap. EPYC (Zen 5), avx512, 16x4096 bfloat16 in groups
+  // of 128: 1.02 us per row instead of 1.25 us.
   constexpr int64_t kBlockGroups = 32;
   float block[kBlockGroups];
   const int64_t size = op.group_size, groups = op.hidden_size / size;
@@ -119,7 +119,7 @@ void store_e4m3(const RowOp& op, const typename T::Storage* y, const RowPointers
     for (int64_t group = first; group < end; ++group) {
       const uint32_t amax = greatest_magnitude<T>(y + group * size, size);
       float scale = scale_of(amax, op.power_of_two);
-      // The same NaN on all ranks and for all algorithms.
+      // Stores the same NaN on all ranks and for all algorithms.
       if (scale != scale) scale = bit_cast<float>(0x7fffffffu);
       block[group - first] = scale;
       row.scales.put(group, scale);

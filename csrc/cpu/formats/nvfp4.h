@@ -40,7 +40,7 @@ void store_nvfp4(const RowOp& op, const typename T::Storage* y, const RowPointer
     const typename T::Storage* const from = y + group * kNvFp4GroupElems;
     const uint32_t amax = greatest_magnitude<T>(from, kNvFp4GroupElems);
     const NvFp4Scale scale = nvfp4_scale(amax, sixth, inverse);
-    // The same NaN on all ranks and for all algorithms.
+    // Stores the same NaN on all ranks and for all algorithms.
     row.scales.put(group, scale.kept != 0 ? from_e4m3(scale.e4m3) : bit_cast<float>(0x7fffffffu));
     uint8_t codes[kNvFp4GroupElems];
     const F32 factor = broadcast(scale.factor);

@@ -1,8 +1,8 @@
 // The lanes of a warp in CUDA: votes and shuffles.
 //
-// This folder is the leaf of one vendor, found through the include path; csrc/tests/shim is a
-// different one. The kernels use attributes, threadIdx, __syncthreads() and atomics as in CUDA. A
-// leaf for a compiler without them defines them in its gpu.h.
+// This folder is the leaf for one vendor, found through the include path; csrc/tests/shim is
+// another leaf. The kernels use attributes, threadIdx, __syncthreads() and atomics as in CUDA. A
+// leaf for a compiler without these defines them in its gpu.h.
 #pragma once
 
 #include <cstdint>

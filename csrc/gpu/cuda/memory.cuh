@@ -1,5 +1,5 @@
-// Memory verbs and all other inline PTX of the CUDA backend. Names contain order and scope. This is
-// the only file with inline PTX.
+// Memory verbs and all other inline PTX of the CUDA backend. The names contain the order and scope.
+// This is the only file with inline PTX.
 #pragma once
 
 #include <cstdint>
@@ -90,8 +90,8 @@ __device__ __forceinline__ void store_pack(void* address, const Pack& pack) {
                : "memory");
 }
 
-// Asks for memory to be loaded into the L2 cache; a hint. `address` and `bytes` are multiples of
-// 16.
+// Requests that memory be loaded into the L2 cache; only a hint. `address` and `bytes` are
+// multiples of 16.
 __device__ __forceinline__ void prefetch_to_l2(const void* address, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
@@ -150,15 +150,15 @@ __device__ __forceinline__ void store_u8(void* address, uint32_t value) {
 
 // ---- shared memory ----------------------------------------------------------------------------
 
-// The block's one variable of type T in shared memory.
+// Returns the block's only shared-memory variable of type T.
 template <class T>
 __device__ __forceinline__ T& shared_storage() {
   __shared__ T storage;
   return storage;
 }
 
-// Address of an object in this block's shared memory. Compute it once: deriving it from the block's
-// rank in the cluster is slow.
+// The address of an object in this block's shared memory. Compute it once: deriving it from the
+// block's rank in the cluster is slow.
 using SharedAddress = uint32_t;
 
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void store_shared(SharedAddress address, float value)
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// The dynamic shared memory of the launch.
+// Returns the launch's dynamic shared memory.
 __device__ __forceinline__ float* dynamic_shared_floats() {
   extern __shared__ float storage[];
   return storage;
@@ -219,7 +219,7 @@ __device__ __forceinline__ uint32_t cluster_size() {
 #endif
 }
 
-// The index of this block's cluster in the grid.
+// Returns the index of this block's cluster in the grid.
 __device__ __forceinline__ uint32_t cluster_index() {
 #if __CUDA_ARCH__ >= 900
   uint32_t index;

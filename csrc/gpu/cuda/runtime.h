@@ -1,4 +1,4 @@
-// The headers of the runtime and the driver that the host code calls, by CUDA's names.
+// The headers of the runtime and the driver that the host code calls, under CUDA's names.
 #pragma once
 
 #include <cuda.h>

@@ -1,6 +1,6 @@
-// Any quantized format, chosen at run time for the whole grid: e4m3 with all layouts of its scales,
-// and NVFP4. Used only by kernels with Features::all_formats, so that adding a format adds no
-// kernel.
+// Any quantized format, chosen at run time for the whole grid: e4m3 with every layout of its
+// scales, and NVFP4. Used only by kernels with Features::all_formats, so that adding a format adds
+// no kernel.
 #pragma once
 
 #include "gpu/formats/e4m3.cuh"

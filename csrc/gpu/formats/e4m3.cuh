@@ -9,7 +9,8 @@
 
 namespace allnorm {
 
-// Divides by any number. Rarely used, so it is not inlined, which keeps the kernels short.
+// Divides by any number. The division is rarely used, so it is not inlined, which keeps the kernels
+// short.
 struct AnyDivisor {
   float scale;
   __device__ __noinline__ static float divide(float y, float scale) { return div_rn(y, scale); }
@@ -112,7 +113,7 @@ class E4m3 {
                                                        int threads) {
     const bool packed = params.format == ALLNORM_SCALE_UE8M0_PACKED;
     const int words = packed ? (params.groups + 3) / 4 : params.groups;
-    // Two loops, because rows times words may exceed 32 bits.
+    // Two loops, because the product of rows and words may exceed 32 bits.
     for (int row = 0; row < params.padding_rows; ++row) {
       char* const begin = params.scale + (params.first_padding_row + row) * params.scale_row_bytes;
       for (int i = thread; i < words; i += threads) {
@@ -123,7 +124,7 @@ class E4m3 {
 
   // ---- rows that do not fit into a cluster ----
 
-  // Only groups wider than a chunk need them.
+  // Only groups wider than a chunk need the greatest magnitudes.
   __device__ __forceinline__ static bool needs_greatest(const QuantParams& params) {
     return params.kind != ALLNORM_QUANT_PER_TENSOR &&
            (params.kind == ALLNORM_QUANT_PER_TOKEN || params.packs_per_group > kPacksPerChunk);

@@ -1,8 +1,8 @@
 // Numerics step 6, NVFP4: e2m1 elements, an e4m3 scale per 16 elements, and a static global scale.
 //
-// Eight elements can have any bits, also 0xffffffff: eight times -6. A word on the link therefore
-// contains four elements and, above them, their scale. No such word is kEmptyWord, scales need not
-// be sent separately, and a failure is visible in each word, whose scale is then NaN.
+// Eight elements can have any bits, including 0xffffffff, which is eight times -6. A word on the
+// link therefore contains four elements and, above them, their scale. No such word is kEmptyWord,
+// scales need not be sent separately, and a failure is visible in each word: its scale is then NaN.
 #pragma once
 
 #include "gpu/formats/tiles.cuh"
@@ -22,8 +22,8 @@ class NvFp4 {
   static constexpr uint32_t kNanWord =
       ALLNORM_FAULT(nvfp4_scale_zero_after_failure, 0, static_cast<uint32_t>(kNanE4m3) << 16);
 
-  // Prefetches the global scale. It is kept in the cache, not in a register, because kernels short
-  // of registers spilled.
+  // Prefetches the global scale. The scale is kept in the cache, not in a register, because kernels
+  // that are short of registers would spill.
   __device__ __forceinline__ static void prefetch(const QuantParams& params) {
     load_u32(params.global_scale);
   }

@@ -18,16 +18,16 @@ __device__ __forceinline__ void store_scale_byte(const QuantParams& params, int6
   const uint32_t m = params.first_scale_row + static_cast<uint32_t>(row);
   char* const at = params.scale + swizzled_scale(m, static_cast<uint32_t>(group), params.tiles);
   store_u8(at, scale);
-  // Groups that do not exist follow the last one in its tile.
+  // In the last group's tile, groups that do not exist follow it.
   if (group != params.groups - 1) return;
   for (int missing = 1; missing < 4 - group % 4; ++missing) {
     store_u8(at + missing, 0);
   }
 }
 
-// Zeroes the scales of padding rows, as thread `thread` of `threads`. Works in the order of
-// addresses: 16 bytes of a tile are the words of a row and of the rows 32, 64 and 96 after it. Row
-// by row, with words 512 bytes apart, it was slow:
+// Zeroes the scales of padding rows, as thread `thread` of `threads`. Works in address order: 16
+// bytes of a tile are the words of a row and of the rows 32, 64 and 96 after it. Clearing row by
+// row, with words 512 bytes apart, was slow:
 // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#padding-of-scales-in-tiles
 __device__ __forceinline__ void store_tile_padding(const QuantParams& params, int thread,
                                                    int threads) {

@@ -1,7 +1,8 @@
 // one_shot in a grid of few blocks. Each cluster has many rows, and few other clusters keep the
 // link busy, so the latency of a row in its block would limit the rate. The inputs of the next row,
-// also its slots, are loaded before this row is summed, and two rows are in flight. Those loads
-// follow the receipt of this row, or its own loads would wait for them.
+// including its slots, are loaded before this row is summed, and two rows are in flight. These
+// loads come after the receipt of this row, because otherwise this row's own loads would wait for
+// them.
 #pragma once
 
 #include "gpu/row_stream.cuh"

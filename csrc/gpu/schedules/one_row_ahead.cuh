@@ -1,4 +1,4 @@
-// one_shot: the next row is in flight while a row is waited for.
+// one_shot: the next row is in flight while the kernel waits for a row.
 #pragma once
 
 #include "gpu/row_stream.cuh"

@@ -1,6 +1,6 @@
-// one_shot with two ranks and many rows. A cluster sends a row after it has finished the row
-// before, when the pace allows it. Sent earlier, the row would delay the rest of the row before.
-// The post step makes rows slower. The next row is then sent as soon as this one has been received
+// one_shot with two ranks and many rows. A cluster sends a row after it has finished the previous
+// row, when the pace allows it. Sent earlier, the row would delay the rest of the previous row.
+// With a post step, rows take longer, so the next row is sent as soon as this one has been received
 // and the pace allows it.
 #pragma once
 

@@ -1,5 +1,5 @@
-// two_shot: two more rows are in flight while a row is waited for: the partials of one on the way
-// to their owners, and the sums of the other on the way back.
+// two_shot: two more rows are in flight while the kernel waits for a row. One row's partials are on
+// the way to their owners, and the other row's sums are on the way back.
 #pragma once
 
 #include "gpu/row_stream.cuh"

@@ -1,5 +1,6 @@
-// Source of experts' rows: this rank's partials are sums of rows of experts (numerics step 0). A
-// launch without experts uses a different source; that is decided at run time, for the whole grid.
+// Source of experts' rows: this rank's partials are sums of experts' rows (numerics step 0). A
+// launch without experts uses a different source; the source is chosen at run time, for the whole
+// grid.
 #pragma once
 
 #include "gpu/params.h"
@@ -29,8 +30,8 @@ __device__ __forceinline__ void load_choices(const ExpertParams& experts, const 
 }
 
 // Computes one pack of a token's partial. `load` returns this pack of the row at an address;
-// kInFlight rows are loaded together. Missing choices count as zeros. They change no bit, because a
-// sum that starts with 0.0 is never -0.0.
+// kInFlight rows are loaded together. Missing choices count as zeros. The zeros change no bit,
+// because a sum that starts with 0.0 is never -0.0.
 template <class T, int kInFlight, class Load>
 __device__ __forceinline__ Pack sum_experts(const ExpertParams& experts, int64_t token,
                                             Load&& load) {

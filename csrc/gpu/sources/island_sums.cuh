@@ -8,7 +8,7 @@
 
 namespace allnorm {
 
-// Packs of float32 for the elements of one pack.
+// The number of float32 packs for the elements of one pack.
 template <class T>
 constexpr int kPacksOfSums = kElemsPerPack<T> / kElemsPerPack<Float32>;
 
@@ -18,7 +18,7 @@ class IslandSums {
   __device__ __forceinline__ IslandSums(const IslandParams& params, int pack)
       : params_(params), pack_(pack * kPacksOfSums<T>) {}
 
-  // Returns whether the launch has sums of islands; the same in the whole grid.
+  // Returns whether the launch has island sums; the result is the same in the whole grid.
   __device__ __forceinline__ bool given() const { return params_.num_islands != 0; }
 
   // Returns the rounded sum of all islands for the `local`th row that this rank owns.

@@ -1,5 +1,5 @@
-// Source of rows that are sums of several matrices in local memory, in order (numerics step 1): the
-// gathered partials of `unfused`, or a single matrix that is already reduced.
+// Source of rows that are sums of multiple matrices in local memory, added in order (numerics step
+// 1): the gathered partials of `unfused`, or a single matrix that is already reduced.
 #pragma once
 
 #include "gpu/params.h"

@@ -35,7 +35,7 @@ class OneShot {
     }
   }
 
-  // Loads what receive() waits for, in advance, as its first poll.
+  // Loads the slot that receive() waits for, in advance, as its first poll.
   __device__ __forceinline__ Pack peek(int row) const {
     static_assert(kWorldSize == 2, "of one peer");
     return live_ ? load_relaxed_sys(slot(row)) : Pack{};

@@ -1,11 +1,11 @@
-// Rows with owners on the link: partials go to the owner of a row, and its result goes to all
-// ranks.
+// Rows with owners on the link: partials are sent to the owner of a row, and the owner sends its
+// result to all ranks.
 //
 // Flag in data in both hops, as in two_shot.cuh; gpu/exchange.cuh explains reuse. The second hop
 // sends a row of the dtype of x, or a finished row in its format: packed elements, then float32
 // scales if the format sends them separately. Scales are staged in shared memory and sent together.
-// None of this contains kEmptyWord: rows are canonicalized, no word of a Packed is 0xffffffff, and
-// no scale is negative, not even a NaN.
+// No word that is sent is kEmptyWord: rows are canonicalized, no word of a Packed is 0xffffffff,
+// and no scale is negative, not even a NaN.
 #pragma once
 
 #include "gpu/slots.cuh"
@@ -58,8 +58,8 @@ class RowOwners {
     return sum;
   }
 
-  // Second hop. NaN after a failure in this operation, and nothing after an earlier one:
-  // gpu/exchange.cuh.
+  // Second hop. Sends NaN after a failure in this operation, and nothing after a failure in an
+  // earlier one: gpu/exchange.cuh.
   __device__ __forceinline__ void publish(int local, const Pack& y) {
     if (!live_ || ALLNORM_FAULT(rows_published_after_failure, false, exchange_.failed_before()))
       return;
@@ -74,7 +74,7 @@ class RowOwners {
     return receive_pack(exchange_, slot, live_, [&] { return owner; });
   }
 
-  // The same for rows in their format; `packed` is the last result of `format`. All threads of the
+  // publish() for rows in their format; `packed` is the last result of `format`. All threads of the
   // block call these functions, live or not.
   __device__ __forceinline__ void publish(int local, const Packed& packed, const Format& format) {
     float* const staged = shared_storage<StagedScales>().value;
@@ -163,7 +163,8 @@ class RowOwners {
   __device__ __forceinline__ int groups_before(int pack) const {
     return pack == 0 ? 0 : quant_.group_of(pack - 1) + 1;
   }
-  // The place of this rank's finished row on the `q`th rank after it, and of `owner`'s row here.
+  // Return the address of this rank's finished row on the `q`th rank after it, and the address of
+  // `owner`'s row on this rank.
   __device__ __forceinline__ char* finished_at(int q, int local) const {
     return exchange_.slots(q) +
            layout_.finished(number_at<kWorldSize>(q, rank_, layout_.world_size), local, kGathered);

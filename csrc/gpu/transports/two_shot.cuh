@@ -2,8 +2,9 @@
 // peers.
 //
 // Chunk c of row t belongs to rank (t + c) mod world_size. Every rank owns an equal share of every
-// row, so a single row uses all links as evenly as thousands of rows. Owner and lane pattern are
-// constant in a warp. Flag in data in both hops; a warp waits only for the packs that it needs.
+// row, so a single row uses all links as evenly as thousands of rows. The owner and the lane
+// pattern are the same for a whole warp. Flag in data in both hops; a warp waits only for the packs
+// that it needs.
 #pragma once
 
 #include "gpu/slots.cuh"
@@ -42,7 +43,8 @@ class TwoShot {
     if (ranks_to_owner(row) != 0) return Pack{};
     const Pack sum = canonicalize(
         receive_partials<T, kWorldSize>(exchange_, slot(row), stride_, rank_, own(), live_));
-    // NaN after a failure in this operation, and nothing after an earlier one: gpu/exchange.cuh.
+    // Sends NaN after a failure in this operation, and nothing after a failure in an earlier one:
+    // gpu/exchange.cuh.
     if (!live_ || ALLNORM_FAULT(sums_relayed_after_failure, false, exchange_.failed_before()))
       return sum;
     const int64_t sum_offset = layout_.two_shot_sum(row, pack_);
@@ -66,8 +68,8 @@ class TwoShot {
   }
 
  private:
-  // Returns how many ranks after this one the owner of this thread's pack of `row` is; 0: this
-  // rank.
+  // Returns the distance in ranks from this rank to the owner of this thread's pack of `row`; 0:
+  // this rank.
   __device__ __forceinline__ int ranks_to_owner(int row) const {
     const auto world_size = static_cast<uint32_t>(layout_.world_size);
     const uint32_t owner = (static_cast<uint32_t>(row) + pack_ / kPacksPerChunk) % world_size;
