@@ -42,29 +42,29 @@ def fuse(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     approximate_quant: bool = False,
 ) -> FusionReport:
-    """Fuses each all-reduce of a graph with the residual add and RMSNorm after it, where possible.
+    """Fuses each all-reduce in a graph with the residual add and RMSNorm after it, where possible.
 
-    A site is fused only if one of the rounding modes computes the graph's operations with the
-    roundings that PyTorch makes in eager mode. Only the order of additions in the mean square, and
-    the last bit of the reciprocal root, may differ. With `approximate_quant`, rare FP8 elements may
+    A site is fused only if one of the rounding modes reproduces the graph's operations, including
+    PyTorch's roundings in eager mode. Only the order of additions in the mean square and the last
+    bit of the reciprocal root may differ. With `approximate_quant`, a few FP8 elements may
     differ too.
 
     Args:
         graph_module: the graph. It is changed in place, and recompiled if anything was fused.
             Graphs in its submodules are fused too. A graph that writes in place is first made
-            functional by PyTorch; if that would lose any of its effects, it stays unchanged.
-        example_inputs: arguments of the graph, real or fake. Required if its nodes have no metadata
+            functional by PyTorch; if that would lose any of its effects, the graph stays unchanged.
+        example_inputs: the graph's arguments, real or fake. Required if its nodes have no metadata
             ("val" or "example_value") with shapes and dtypes.
         communicator: runs the fused calls; reductions over other groups are missed. None: the
-            oldest open communicator of the reduction's group and device. If there is none, the pass
-            makes one, which stays open.
+            oldest open communicator for the reduction's group and device. If none exists, the pass
+            creates one, which stays open.
         all_reduce_ops: custom operators that sum their first tensor argument over the ranks of the
             communicator: names ("vllm::all_reduce"), operators or overloads.
-        all_reduce_groups: names of the communicator's group in the first string argument of such
-            operators; operators with a different name are missed. Empty: all of these operators are
-            assumed to reduce over the communicator's group.
-        decompositions: custom operators, such as a framework's own norm, as names or operators, and
-            for each a PyTorch function that takes the same arguments and computes the same. For a
+        all_reduce_groups: the names that these operators' first string argument has for the
+            communicator's group; operators with a different name are missed. Empty: all of these
+            operators are assumed to reduce over the communicator's group.
+        decompositions: maps custom operators (names or operators), such as a framework's own norm,
+            to PyTorch functions that take the same arguments and compute the same results. For a
             mutating operator in its functional wrapper, the function takes the wrapper's keywords
             and returns the new values of the changed tensors. A function must add tensors in the
             shape of its first result.
@@ -73,20 +73,20 @@ def fuse(
             The fused call divides, and bounds amax by 1e-10. A quantized element may therefore be
             the adjacent FP8 number if its quotient is within one float32 ulp of the midpoint. Rows
             or groups with no value above 1 / 512 get a smaller scale, and more precise elements.
-            All other scales are the same.
+            All other scales stay the same.
 
     Returns:
-        The report: every reduction, fused or missed, with the reason.
+        The report: every reduction, fused or missed, and why it was missed.
 
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: there are fewer example_inputs than the graph has inputs.
         CommunicatorClosedError: `communicator` is closed.
-        AllnormError: a communicator could not be made, or peers that do not compile this graph may
-            be running a graph that was fused differently.
+        AllnormError: a communicator could not be created, or peers that do not compile this graph
+            may be running a version of it that was fused differently.
 
-    Either all ranks fuse a graph or none does. A rank waits for peers that do not compile it for at
-    most a quarter of the timeout, or 60 s. Collective if it makes a communicator.
+    Either all ranks fuse a graph or none does. A rank waits for peers that do not compile the graph
+    for at most a quarter of the timeout, and at most 60 s. Collective if it creates a communicator.
     """
     if not isinstance(graph_module, GraphModule):
         raise TypeError(
@@ -111,7 +111,7 @@ def fuse(
 
 
 def _check_sizes(module: GraphModule, known: dict[GraphModule, Shapes]) -> None:
-    """Adds a check of the input sizes to the graph, if the fusion relies on sizes of examples."""
+    """Adds a check of the input sizes to the graph if the fusion relies on the examples' sizes."""
     shapes, ones = known.get(module), any(shapes.assumed.ones for shapes in known.values())
     checked = module.graph.find_nodes(op="call_function", target=guards.check_inputs)
     assumed = ones or any(shapes.assumed.sizes for shapes in known.values())
@@ -158,9 +158,9 @@ def check_communicator(communicator: object) -> None:
 
 @dataclass
 class _Found:
-    """A reduction in the given graph (`before`) and in the searched graph, and the search's result.
+    """A reduction in the original graph (`before`) and in the searched graph, and what was found.
 
-    The result is a match with the name of its communicator, or the reason why there is no match.
+    Either a match was found (`match`, with its communicator's `name`), or `reason` says why not.
     """
 
     before: Reduction
@@ -189,7 +189,7 @@ def _fuse_one(
         _note_inputs(node, shapes, inputs)
     _agree(sites, values, communicator)
     if any(one.match is not None and one.match.chose_view for one in sites):
-        # Sizes of 1, except the last, are not symbols.
+        # Sizes of 1 are not symbols, so they need a check, except in the last dimension.
         tensors = [value for value in shapes.examples or () if isinstance(value, Tensor)]
         shapes.assumed.ones |= any(1 in map(static_size, t.shape[:-1]) for t in tensors)
     report = [_site(values, shapes, one) for one in sites]
@@ -203,9 +203,9 @@ def _fuse_one(
 
 @dataclass
 class _Search:
-    """The given graph's shapes, and the expressions and reductions of the searched graph.
+    """The original graph's shapes, and the expressions and reductions of the searched graph.
 
-    `functional` is the searched graph if it is not the given one.
+    `functional` is the searched graph; None if the original graph itself was searched.
     """
 
     shapes: Shapes
@@ -215,7 +215,7 @@ class _Search:
 
     @property
     def fused(self) -> tuple[int, int]:
-        """Number of reductions with a match, and number of matches without a note."""
+        """The number of reductions with a match, and the number of matches without a note."""
         matches = [one.match for one in self.sites if one.match is not None]
         return len(matches), sum(not match.note for match in matches)
 
@@ -233,8 +233,8 @@ class _Given:
     def search(self) -> _Search:
         """Searches for matches that are valid for as many input sizes as possible.
 
-        Sizes of the examples are assumed only if that fuses more. The number of rows is assumed
-        only if arguments of a call depend on it, so that the call allows no other number anyway.
+        The examples' sizes are assumed only if that fuses more. The number of rows is assumed only
+        if a call's arguments depend on it, in which case the call allows no other number anyway.
         """
         best = self._search(Freedom.DISTINCT)
         if not best.shapes.has_real_examples:
@@ -279,7 +279,7 @@ class _Given:
 
 
 def _written(writing: dict[Node, str], shapes: Shapes, why: str) -> dict[object, str]:
-    """Returns, by memory, a text that names the node that writes to it."""
+    """Maps each storage that is written to a message that names the node that writes to it."""
     found = {}
     for target, node in writing.items():
         text = f"{node} writes to the memory of {target}, {why}"
@@ -291,7 +291,7 @@ def _written(writing: dict[Node, str], shapes: Shapes, why: str) -> dict[object,
 def _note_inputs(
     node: Node, shapes: Shapes, inputs: dict[GraphModule, Sequence[Any] | None]
 ) -> None:
-    """Records the arguments of a nested graph in `inputs`, or None if they are not certain."""
+    """Records a nested graph's arguments in `inputs`; None if they are not known for certain."""
     inner = module_of(node)
     assert isinstance(inner, GraphModule)
     given = [shapes.any_of(arg) if isinstance(arg, Node) else arg for arg in node.args]
@@ -323,7 +323,7 @@ def _match(
     options: _Options,
     why: str,
 ) -> None:
-    """Stores the match or the reason of each reduction; `why` is that of `Matcher.match`."""
+    """Stores each reduction's match or reason; `why` is passed to `Matcher.match`."""
     matcher = Matcher(values, approximate_quant=options.approximate_quant)
     for one in found:
         try:
@@ -344,10 +344,10 @@ def _device(values: Values, match: Match) -> torch.device:
 
 
 def _agree(found: Sequence[_Found], values: Values, communicator: Communicator | None) -> None:
-    """Drops matches that not all ranks have; sets the communicator names of the other matches.
+    """Drops matches that not all ranks have; sets the communicator names of the remaining matches.
 
     Raises:
-        AllnormError: ranks that do not compile this graph may be running a fused graph.
+        AllnormError: ranks that do not compile this graph may be running a fused version of it.
     """
     groups = {one.before.node: group_of(one.before, communicator) for one in found}
     for group in dict.fromkeys(groups.values()):
@@ -373,7 +373,7 @@ def _described(reduction: Reduction, values: Values) -> str:
 
 
 def _action(found: _Found, values: Values) -> str:
-    """Returns a text of all that must be equal on all ranks in a fused call; "" without a call."""
+    """Returns, as text, the parts of a fused call that all ranks must agree on; "" if not fused."""
     match = found.match
     if match is None:
         return ""
@@ -395,7 +395,7 @@ def _rewrite(
     functional: Functional | None,
     meta_key: str | None,
 ) -> str:
-    """Applies the matches. Returns why this is impossible, or ""."""
+    """Applies the matches. Returns why that is impossible, or ""."""
     calls = [(one.match, one.name) for one in found if one.match is not None]
     if not calls:
         return ""
@@ -425,9 +425,9 @@ def _rewrite(
 
 
 def _keep_names(graph: Graph, names: Sequence[str]) -> None:
-    """Restores the names of a graph's results, which an exported program refers to.
+    """Restores the names of a graph's results, because an exported program refers to them.
 
-    If several results became one node, aliases of this node get the other names.
+    If multiple results became a single node, aliases of that node get the other names.
     """
     output, found = graph.output_node(), [*zip(occurrences(graph), names, strict=True)]
     returned = {name: node for node, name in found if node.name == name}
@@ -450,7 +450,7 @@ def _keep_names(graph: Graph, names: Sequence[str]) -> None:
             continue
         if other is not None:
             other._rename(f"{name}_before")
-        graph._graph_namespace._used_names.discard(name)  # an erased node may have had it
+        graph._graph_namespace._used_names.discard(name)  # an erased node may have used this name
         node._rename(name)
         taken[name] = node
 

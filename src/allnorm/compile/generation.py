@@ -1,11 +1,11 @@
-"""Reuses compiled code only of earlier runs in which all ranks agreed.
+"""Reuses compiled code only from earlier runs in which all ranks agreed.
 
-Each rank has its own compile cache. If a rank of an earlier run was interrupted, or the ranks did
-not agree, the cached code of different ranks may not fit together. Therefore the cache keys contain
-a random word. A file in each rank's cache holds the word and what the ranks agreed on. A rank that
-lost a part of its cache compiles that part again, alone, and must decide as before. The file is
-empty while the ranks decide, and after the first graph without agreement. Ranks reuse a word only
-if all of them read the same one.
+Each rank has its own compile cache. If a rank was interrupted in an earlier run, or the ranks did
+not agree, the code in different ranks' caches may not match. Therefore the cache keys contain a
+random word. A file in each rank's cache holds the word and the ranks' decisions. A rank that lost
+part of its cache recompiles that part, without its peers, and must make the same decisions. The
+file is empty while the ranks decide, and after the first graph without agreement. Ranks reuse a
+word only if all of them read the same one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from allnorm.core.verdicts import Verdicts
 
 try:
     import fcntl
-except ImportError:  # not on every system
+except ImportError:  # not available on every system
     fcntl = None  # type: ignore[assignment]
 
 
 class Generation:
-    """The word of the cache keys, equal on all ranks, and the path of this rank's file.
+    """The random word in the cache keys, equal on all ranks, and this rank's file with it.
 
-    Creating one is collective among the ranks that compile.
+    Creating a Generation is collective among the ranks that compile.
     """
 
     def __init__(self, place: pathlib.Path, verdicts: Verdicts) -> None:
@@ -36,10 +36,10 @@ class Generation:
         self._agreed: dict[str, str] = {}
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
-            file = open(place, "a+", encoding="utf-8")  # noqa: SIM115 - locked while this runs
+            file = open(place, "a+", encoding="utf-8")  # noqa: SIM115 - stays open, because it is locked
             if fcntl is not None:
                 os.set_inheritable(file.fileno(), False)
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends
                 self._file = file
         word, agreed = self._read()
         self.word = verdicts.common(word)
@@ -50,10 +50,10 @@ class Generation:
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[dict[str, str]]:
-        """Yields an empty dictionary, in which the caller stores what the ranks agreed on.
+        """Yields an empty dictionary, in which the caller stores the ranks' decision.
 
-        Keys and values are those of `Verdicts.restore`. If it stays empty, later runs do not reuse
-        the word.
+        Keys and values are as for `Verdicts.restore`. If the dictionary stays empty, later runs do
+        not reuse the word.
         """
         found: dict[str, str] = {}
         self._write(is_empty=True)

@@ -1,4 +1,4 @@
-"""Finds or makes the communicator for the process group of a reduction."""
+"""Finds or creates the communicator for a reduction's process group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from allnorm.compile.candidate import Missed
 from allnorm.compile.reductions import Reduction
 from allnorm.core.registry import open_communicators
 
-# Keeps communicators alive that a pass found or made: compiled graphs hold only their names.
+# Keeps the communicators alive that a pass found or created: compiled graphs hold only their names.
 _named: list[Communicator] = []
 
 
 def check_group(reduction: Reduction, device: torch.device, given: Communicator | None) -> None:
-    """Raises Missed, with the reason, unless there is a communicator or one can be made.
+    """Raises Missed, with the reason, unless a communicator exists or can be created.
 
     Not collective. `given` is the caller's communicator.
     """
@@ -42,7 +42,7 @@ def check_group(reduction: Reduction, device: torch.device, given: Communicator 
 
 
 def group_of(reduction: Reduction, given: Communicator | None) -> dist.ProcessGroup | None:
-    """Returns the process group of a reduction; None if it is not known or not the caller's."""
+    """Returns a reduction's process group; None if it is unknown or not the communicator's."""
     if given is not None:
         is_mine = reduction.comm_name == given.name or _is_over(reduction, given)
         return given.group if is_mine else None
@@ -55,9 +55,9 @@ def group_of(reduction: Reduction, given: Communicator | None) -> dist.ProcessGr
 def communicator_name(
     reduction: Reduction, device: torch.device, given: Communicator | None
 ) -> str:
-    """Returns the name of the communicator for a reduction on a device. Collective if it makes one.
+    """Returns the name of a reduction's communicator on a device. Collective if it creates one.
 
-    Without a communicator of the caller, this is the oldest open communicator of the reduction's
+    If the caller passed no communicator, this is the oldest open communicator for the reduction's
     group and device, or a new one.
     """
     if given is not None:
@@ -69,8 +69,9 @@ def communicator_name(
     _named[:] = [communicator for communicator in _named if not communicator.is_closed]
     found = _first_on(group, device, _named)
     if found is None:
-        # All ranks must make a communicator, or none. So a communicator that was dropped without
-        # close() must be freed on all ranks, not only where the garbage collector happened to run.
+        # Either all ranks must create a communicator or none. So a communicator that was dropped
+        # without close() must be freed on all ranks, not only on those where the garbage collector
+        # happened to run.
         gc.collect()
         found = _first_on(group, device, open_communicators()) or _make_in_thread(group, device)
         _named.append(found)
@@ -80,22 +81,22 @@ def communicator_name(
 def _first_on(
     group: dist.ProcessGroup, device: torch.device, communicators: list[Communicator]
 ) -> Communicator | None:
-    # Compares groups, not names: an earlier group of the same name may have been destroyed.
+    # Compares groups, not names: an earlier group with the same name may have been destroyed.
     same = (c for c in communicators if c.group == group and c.device == device)
     return next(same, None)
 
 
 def _make_in_thread(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """Makes a communicator on a different thread, which avoids a deadlock during compilation.
+    """Creates a communicator on a different thread, which avoids a deadlock during compilation.
 
     Inductor enables PyTorch's Python dispatcher, which holds the GIL in operators such as Gloo's
-    enqueue(). That waits for a lock which Gloo's worker may hold while it needs the GIL to free the
-    tensors of an earlier collective.
+    enqueue(). enqueue() waits for a lock. Gloo's worker may hold that lock while it waits for the
+    GIL to free the tensors of an earlier collective.
     """
 
     def make() -> Communicator:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # NCCL uses the current device; new threads start with 0
+            torch.cuda.set_device(device)  # NCCL uses the current device, which is 0 in new threads
         return Communicator.for_group(group, device)
 
     with concurrent.futures.ThreadPoolExecutor(1, "allnorm-communicator") as thread:
@@ -123,7 +124,7 @@ def _check_given(reduction: Reduction, device: torch.device, given: Communicator
 def _is_over(reduction: Reduction, given: Communicator) -> bool:
     """Returns whether a reduction runs over the group of the caller's communicator.
 
-    A custom operator is assumed to do so, unless it names a different group of torch.
+    A custom operator is assumed to do so, unless it names a different torch process group.
     """
     if reduction.named_by_caller and _group(reduction.group) is None:
         return True

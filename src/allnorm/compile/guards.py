@@ -1,7 +1,7 @@
-"""Checks of the assumptions of the fusion, which a rewritten graph runs each time.
+"""Checks of the fusion's assumptions. A rewritten graph makes them each time it runs.
 
-A tracer may run these functions on fake tensors. They therefore only query sizes, and compare the
-memory of real tensors only.
+A tracer may run these functions on fake tensors. They therefore only query sizes, and compare only
+the memory of real tensors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch.fx.node import has_side_effect
 def check_inputs(
     tensors: Sequence[Tensor], written: int, sized: Sequence[Tensor], rule: str
 ) -> None:
-    """Raises ValueError unless the inputs of a graph meet the assumptions of the fusion.
+    """Raises ValueError unless a graph's inputs meet the fusion's assumptions.
 
     Args:
         tensors: the inputs; the inputs that the graph writes come first.
-        written: number of inputs that the graph writes. They must share no memory with others.
+        written: number of inputs that the graph writes. They must not share memory with any other
+            input.
         sized: the inputs whose sizes are checked.
-        rule: the conditions on their `sizes_of`, in the form of PyTorch's guards, with sizes
+        rule: the conditions on their `sizes_of`, written as PyTorch guards in which the sizes are
             L['t0'], L['t1'], ...
     """
     sizes = {f"t{index}": size for index, size in enumerate(sizes_of(sized))}
@@ -55,10 +56,10 @@ def sizes_of(tensors: Sequence[Tensor]) -> list[Any]:
 def rule_of(
     env: ShapeEnv, sizes: Sequence[Any], *, bounds: bool, known: list[Any] | None = None
 ) -> str:
-    """Returns the conditions on the `sizes_of` inputs, in the form of PyTorch's guards.
+    """Returns the conditions on the `sizes_of` inputs, written as PyTorch guards.
 
-    With `bounds`, they forbid size 1 where the example's size was not 1. `known` are the guards to
-    express; None means all guards of the environment.
+    If `bounds`, they forbid size 1 where the example's size was not 1. `known` has the guards to
+    express; None means all of the environment's guards.
     """
     rule = env.produce_guards_expression(sizes, guards=known, ignore_static=False) or ""
     parts = [part for part in rule.split(" and ") if bounds or not _LOWER_BOUND.fullmatch(part)]
@@ -66,10 +67,10 @@ def rule_of(
 
 
 def rule_of_tracer(sizes: Sequence[Any]) -> str:
-    """Returns the guards on the `sizes_of` inputs that the tracer of a graph relied on.
+    """Returns the guards on the `sizes_of` inputs that a graph's tracer relied on.
 
-    A graph of `make_fx` does not check them, and may be correct where they do not hold, because
-    operators take sizes from their arguments. A fused graph may be wrong there, because the pass
+    A graph from `make_fx` does not check them. It may be correct even if they do not hold, because
+    operators take sizes from their arguments. A fused graph may then be wrong, because the pass
     compared shapes under these guards. Guards on other symbols are the tracer's responsibility.
     """
     symbolic = [size.node for size in sizes if isinstance(size, torch.SymInt)]
@@ -85,7 +86,7 @@ _LOWER_BOUND = re.compile(r"2 <= L\['t\d+'\]")
 
 
 def check_values(values: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Raises ValueError unless a graph computes the numbers that are constants of a fused call."""
+    """Raises ValueError if a graph computes numbers that differ from a fused call's constants."""
     for value, wanted in zip(values, expected, strict=True):
         if (tuple(value) if isinstance(value, torch.Size | list) else value) != wanted:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The pass for Inductor, and the keys that it adds to Inductor's caches."""
+"""The Inductor pass, and the keys that it adds to Inductor's caches."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def inductor_pass(
 
     Args:
         communicator: as for `fuse`. Pass one to reuse compiled code in later processes. Without it,
-            compiled code may name a communicator of this process, so no other process may use the
+            compiled code may name a communicator of this process, so other processes cannot use the
             cached code.
         all_reduce_ops: as for `fuse`.
         all_reduce_groups: as for `fuse`.
         decompositions: as for `fuse`. Inductor caches compiled code only if each function refers to
-            nothing but numbers, strings, dtypes, tuples of these, other such functions, and modules
-            of PyTorch and Python: only then can a cache key describe the function.
+            nothing but numbers, strings, dtypes, tuples of these, PyTorch and Python modules, and
+            functions with the same restriction. Otherwise no cache key can describe the function.
         approximate_quant: as for `fuse`.
 
     Returns:
-        A `torch._inductor.custom_graph_pass.CustomGraphPass`. Its `reports` has one `FusionReport`
-        per compiled graph, in order. Code that comes from a cache adds no report.
+        A `torch._inductor.custom_graph_pass.CustomGraphPass`. Its `reports` list has one
+        `FusionReport` per compiled graph, in order. Code that comes from a cache adds no report.
 
     Raises:
         TypeError: `communicator` has a wrong type.
         CommunicatorClosedError: `communicator` is closed.
 
-    Not collective. Compiling with it is collective if it has to make a communicator.
+    Not collective. Compiling with the pass is collective if it has to create a communicator.
     """
     check_communicator(communicator)
     options = {
@@ -82,11 +82,11 @@ _log = logging.getLogger("allnorm.compile")
 
 @functools.cache
 def _pass_class() -> Any:
-    """Returns the class of the pass; defined late, because importing Inductor takes seconds."""
+    """Returns the pass's class, which is defined late because importing Inductor takes seconds."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class FusionPass(CustomGraphPass):
-        """Fuses the sites of each graph, and keeps the reports."""
+        """Fuses the sites in each graph, and keeps the reports."""
 
         def __init__(self, communicator: Communicator | None, options: dict[str, Any]):
             self.communicator = communicator
@@ -128,10 +128,10 @@ def _pass_class() -> Any:
 
 
 def _remove_tokens(graph: Graph) -> None:
-    """Replaces `with_effects(token, op, *args)` by `op(*args)` for allnorm's operators.
+    """Replaces `with_effects(token, op, *args)` with `op(*args)` for allnorm's operators.
 
-    AOTAutograd writes calls of operators with effects in this form, which returns the next token
-    and the results of `op`. The pass does not match such calls, and Inductor does not need the
+    AOTAutograd wraps operators with effects in this call, which returns the next token and the
+    results of `op`. The pass does not match such calls, and Inductor does not need the
     tokens: `allnorm.lowering` keeps the calls and their order.
     """
     for node in graph.find_nodes(op="call_function", target=with_effects):
@@ -161,7 +161,7 @@ def _remove_token(graph: Graph, node: Node) -> None:
 
 @functools.cache
 def fingerprint(*packages: str) -> tuple[str, str]:
-    """Returns allnorm's version and a hash of the sources of some of its packages."""
+    """Returns allnorm's version, and a hash of the sources of these packages."""
     digest = hashlib.sha256()
     for package in packages:
         for path in sorted(pathlib.Path(str(sys.modules[package].__file__)).parent.glob("*.py")):
@@ -170,7 +170,7 @@ def fingerprint(*packages: str) -> tuple[str, str]:
 
 
 class _HiddenError(Exception):
-    """A function refers to an object that may change or hides its contents."""
+    """A function refers to an object that can change or whose contents are hidden."""
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype)
@@ -178,9 +178,9 @@ _FIXED = {"torch", "math", "operator", "functools", "itertools", "builtins"}
 
 
 def _contents(value: Any, seen: tuple[Any, ...] = ()) -> str:
-    """Returns a text that differs for values with which a function may compute differently.
+    """Returns a string that differs between values if a function may compute differently with them.
 
-    Raises _HiddenError if the value may change later or hides its contents.
+    Raises _HiddenError if the value can change later or its contents are hidden.
     """
     if type(value) in _PLAIN:
         return f"{type(value).__name__} {value!r}"
@@ -214,7 +214,7 @@ def _contents_of_function(function: Any, seen: tuple[Any, ...]) -> str:
     try:
         variables = inspect.getclosurevars(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    except (ValueError, TypeError):  # a cell that is still empty, a wrapper of C
+    except (ValueError, TypeError):  # a cell that is still empty, or a C wrapper
         raise _HiddenError from None
     names = {**variables.globals, **{name: name for name in variables.unbound}}
     names.update(_globals_inside(function.__code__, function.__globals__))
@@ -241,7 +241,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 def _settings(communicator: Communicator | None) -> tuple[str, ...]:
-    """Returns the settings that compiled code depends on, and the communicators that exist."""
+    """Returns the settings and the communicators that compiled code depends on."""
     switches = str(config.read_settings())
     if communicator is not None:
         traits = (communicator.name, communicator.world_size, communicator.device.type)

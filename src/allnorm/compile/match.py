@@ -1,4 +1,4 @@
-"""Finds the fused call that can replace a reduction, or the reason why none can."""
+"""Finds the fused call that can replace a reduction, or the reason why no call can."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_HIDDEN_SIZE = (1 << 20) - 1
 
 
 class Matcher:
-    """Finds the fused calls of a graph with these expressions."""
+    """Finds fused calls for the reductions in a graph, given the graph's expressions."""
 
     def __init__(self, values: Values, *, approximate_quant: bool = False) -> None:
         self._values = values
@@ -42,9 +42,9 @@ class Matcher:
         self._claimed: dict[Value, Node] = {}
 
     def match(self, reduction: Reduction, why: str = "") -> Match:
-        """Returns the fused call for a reduction. Raises Missed, with the reason, if there is none.
+        """Returns the fused call for a reduction. Raises Missed, with the reason, if it has none.
 
-        `why` is the reason why in-place reductions cannot be fused in this graph.
+        `why` is the reason why this graph's in-place reductions cannot be fused.
         """
         dtype = self._check(reduction)
         if reduction.in_place:
@@ -72,13 +72,13 @@ class Matcher:
         raise first or Missed(self._explain(reduced))
 
     def accept(self, match: Match) -> None:
-        """Records a match, so that later matches do not compute the same results."""
+        """Records a match, so that no later match computes the same results again."""
         self._accepted.append(match)
         node = match.candidate.reduction.node
         self._claimed.update(dict.fromkeys(match.candidate.served, node))
 
     def _fit(self, candidate: Candidate) -> Match:
-        """Returns the match with the quantization after the norm, or else without it."""
+        """Returns the match, including the quantization after the norm if possible."""
         algebra, normed = self._values.algebra, candidate.normed
         if candidate.norm is None or normed is None:
             return fit(self._values, candidate, self._accepted)
@@ -141,7 +141,7 @@ class Matcher:
             raise Missed(f"it is the residual of {node}: their sum is fused there")
 
     def _check_use(self, candidate: Candidate) -> None:
-        """Raises unless the graph uses the normed tensor or, after a post norm only, the sum."""
+        """Raises unless the graph uses the normed tensor or, without a second norm, the sum."""
         wanted = candidate.summed if candidate.normed is None else candidate.normed
         if wanted is not None and not self._values.is_used(wanted):
             raise Missed(f"the result of {wanted.definers[0]} is not used")
@@ -149,7 +149,7 @@ class Matcher:
     def _candidates(
         self, reduction: Reduction, reduced: Value, dtype: torch.dtype
     ) -> Iterator[Candidate]:
-        """Yields candidates with a residual, then without; last, with a tensor added before it."""
+        """Yields candidates with a residual, then without, then with a tensor added before it."""
         algebra = self._values.algebra
         reduced32 = stored32(reduced, algebra, dtype)
         if reduced32 is None:
@@ -174,7 +174,7 @@ class Matcher:
     def _with_residuals(
         self, start: Candidate, branch: Branch, dtype: torch.dtype
     ) -> Iterator[Candidate]:
-        """Yields a candidate per residual and norm of a branch, then one without a second norm."""
+        """Yields one candidate per residual and norm, then one without a second norm."""
         algebra = self._values.algebra
         branch32 = stored32(branch.value, algebra, dtype)
         if branch32 is None:
@@ -182,7 +182,7 @@ class Matcher:
         for sum32 in [user for user in branch32.users if user.op == "add"]:
             residual = self._residual(sum32, branch32, dtype)
             if residual is None or (start.is_local and residual.op == "reduced"):
-                continue  # with that reduction as `x`, one call does everything
+                continue  # the other reduction fuses both into one call
             summed = rounded(sum32, algebra, dtype)
             rounded32 = None if summed is None else stored32(summed, algebra, dtype)
             stored = summed if summed is not None and summed.holders else None
@@ -214,12 +214,12 @@ class Matcher:
         is_rounded = z is not common.sum32 or common.residual is None or dtype == torch.float32
         for norm in self._norms.get(z, []):
             for output in outputs_of(norm, self._values.algebra, dtype):
-                if output.normed.holders:  # else it exists only inside an operator
+                if output.normed.holders:  # otherwise it exists only inside an operator
                     numerics = _mode(is_rounded, common.branch.output, output)
                     yield dataclasses.replace(common, norm=norm, output=output, numerics=numerics)
 
     def _explain(self, reduced: Value) -> str:
-        """Returns why there is no candidate, by the first note on an expression after the sum."""
+        """Returns why no candidate exists, preferably a note on an expression after the sum."""
         readers = [node for node, _ in reduced.readers if node not in reduced.definers]
         if not readers:
             return "its result is not used"
@@ -253,7 +253,10 @@ class Matcher:
 
 
 def _mode(is_rounded: bool, *outputs: Output | None) -> str:
-    """Returns the rounding mode of these norms of a rounded or unrounded sum; "" if none fits."""
+    """Returns the rounding mode in which all these norms are computed; "" if none exists.
+
+    `is_rounded` says whether the norms' input is the rounded sum.
+    """
     orders = {output.rounds_first for output in outputs if output is not None} - {None}
     if len(orders) == 2:
         return ""
@@ -262,6 +265,6 @@ def _mode(is_rounded: bool, *outputs: Output | None) -> str:
 
 
 def _adds_next_reduction(value: Value, reduced: Value) -> bool:
-    """Returns whether this adds the result of a different reduction, which is a separate site."""
+    """Returns whether `value` adds the result of another reduction, which is a separate site."""
     operands = [bare(operand) for operand in value.args] if value.op == "add" else []
     return any(operand.op == "reduced" and operand is not reduced for operand in operands)

@@ -1,6 +1,6 @@
-"""Finds RMSNorms among the expressions of a graph, and adds notes to expressions that nearly are.
+"""Finds RMSNorms among a graph's expressions, and adds notes to expressions that nearly match.
 
-The grammar, in float32 arithmetic, operands of `add` and `mul` in either order:
+The grammar, in float32 arithmetic, with the operands of `add` and `mul` in either order:
 
     rstd    = rsqrt(add(mean(square(z)), eps))
     product = mul(z, rstd)
@@ -9,11 +9,11 @@ The grammar, in float32 arithmetic, operands of `add` and `mul` in either order:
             | round(product)                        no weight
     gain    = add(up(weight), bias) | up(weight)
 
-and before the residual is added, where A is the reduced sum:
+Before the residual is added, where A is the reduced sum:
 
     branch  = A | normed(z=up(A)) | round(mul(up(A | normed), scale))
 
-`round` and `up` are absent for float32. Any other order of the multiplications rounds differently.
+`round` and `up` are absent for float32. Multiplying in any other order rounds differently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from allnorm.compile.expressions import Algebra, Value, as_float32, bare, number
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm, in the words of the grammar; `hidden_size` is the number of elements per row."""
+    """One norm, in the grammar's terms; `hidden_size` is the number of elements per row."""
 
     z: Value
     rstd: Value
@@ -40,11 +40,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Output:
-    """The result of a norm: `z * rstd` with the graph's weight and roundings.
+    """A norm's result: `z * rstd` with the graph's weight and roundings.
 
     Attributes:
-        normed: the result, in the dtype of the reduction.
-        gain: the float32 expression that the product is multiplied by, or None.
+        normed: the result, in the reduction's dtype.
+        gain: the float32 expression by which the product is multiplied, or None.
         rounds_first: whether the product is rounded before that multiplication; None without a
             gain.
     """
@@ -59,9 +59,9 @@ class Branch:
     """The reduced sum with its post norm and scale: step 1c of the numerics page.
 
     Attributes:
-        value: the expression that is added to the residual, in the dtype of the reduction.
+        value: the expression that is added to the residual, in the reduction's dtype.
         norm: the post norm, or None; `output` is its result.
-        scale: the factor of the sum or of its post norm.
+        scale: the factor by which the sum, or the result of its post norm, is multiplied.
     """
 
     value: Value
@@ -77,7 +77,7 @@ class Branch:
 def find_branches(
     reduced: Value, norms: dict[Value, list[Norm]], algebra: Algebra, dtype: torch.dtype
 ) -> Iterator[Branch]:
-    """Yields the branches of a reduced sum, the plain sum first."""
+    """Yields the possible branches of a reduced sum; the plain sum comes first."""
     z = stored32(reduced, algebra, dtype)
     found = [Branch(reduced)]
     for norm in () if z is None else norms.get(z, ()):
@@ -101,7 +101,7 @@ def _scaled(branch: Branch, algebra: Algebra, dtype: torch.dtype) -> Iterator[Br
 
 
 def stored32(value: Value, algebra: Algebra, dtype: torch.dtype) -> Value | None:
-    """Returns a stored tensor in float32; None if the graph does not compute with it."""
+    """Returns a stored tensor converted to float32; None if the graph does not compute with it."""
     return value if dtype == torch.float32 else algebra.find("up", (value,))
 
 
@@ -111,7 +111,7 @@ def rounded(value: Value, algebra: Algebra, dtype: torch.dtype) -> Value | None:
 
 
 def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
-    """Returns all norms by the expression that they normalize."""
+    """Returns all norms, keyed by the expression that they normalize."""
     found: dict[Value, list[Norm]] = {}
     for rstd in algebra.all_of("rsqrt"):
         parsed = _mean_square(rstd)
@@ -140,7 +140,7 @@ def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
 
 
 def _mean_square(rstd: Value) -> tuple[Value, float, int] | str:
-    """Returns (z, eps, hidden_size) of a reciprocal root of a mean square, or else a note."""
+    """Returns (z, eps, hidden_size) of a reciprocal root mean square; otherwise a note."""
     inner, eps = rstd.args[0], 0.0
     number = number_of(inner.args[1]) if inner.op == "add" else None
     if number is not None:
@@ -172,7 +172,7 @@ def _note_on_product(factor: Value, z: Value) -> str:
 
 
 def outputs_of(norm: Norm, algebra: Algebra, dtype: torch.dtype) -> list[Output]:
-    """Returns the possible results of a norm: with a weight, in the graph's order, then without."""
+    """Returns a norm's possible results: those with a weight, in graph order, then without."""
     found = list(_weighted(algebra, norm.product, dtype))
     without_weight = rounded(norm.product, algebra, dtype)
     if without_weight is None:
@@ -196,7 +196,7 @@ def _weighted(
 
 
 def split_gain(gain: Value) -> Iterator[tuple[Value, float]]:
-    """Yields (weight, weight_bias) pairs that give this gain, the simplest weight first.
+    """Yields (weight, weight_bias) pairs that result in this gain, the simplest weight first.
 
     A bias of -0.0 leaves every weight unchanged; 0.0 would turn a weight of -0.0 into 0.0.
     """

@@ -1,4 +1,4 @@
-"""Access to a node's result and operands, for the rules that evaluate nodes."""
+"""Gives the rules that evaluate nodes access to a node's result and operands."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from allnorm.compile.shapes import FLOATS, Shapes, elems, leads_to, same_shape, 
 
 @dataclass
 class Operands:
-    """The tensors of a graph's nodes as expressions.
+    """The tensors of a graph's nodes, as expressions.
 
     `held` returns the expression that a node's tensor holds. `parameter` returns the expression of
-    a parameter of a called module, by its path.
+    a called module's parameter, given its path and tensor.
     """
 
     algebra: Algebra
@@ -29,7 +29,7 @@ class Operands:
     parameter: Callable[[str, Tensor], Value]
 
     def node(self, value: Any) -> Node:
-        """Returns an argument if it is a node. Raises otherwise."""
+        """Returns an argument if it is a node; raises otherwise."""
         if not isinstance(value, Node):
             raise NotUnderstood
         return value
@@ -53,7 +53,7 @@ class Operands:
         return self.algebra.up(self.held(operand)), tensor
 
     def operand(self, operand: Any, node: Node, out: Tensor) -> Value:
-        """Returns an operand that broadcasts along rows or along columns, or a number."""
+        """Returns the expression of an operand: a number, or a tensor that broadcasts to `out`."""
         number = self.shapes.any_of(operand) if isinstance(operand, Node) else operand
         if isinstance(number, int | float) and not isinstance(number, bool):
             return self.algebra.const(float(number))
@@ -102,7 +102,7 @@ _EXPECTED_DTYPES = "expected float32, float16 or bfloat16"
 
 
 def _broadcasts(shape: Any, out: Any, *, column: bool) -> bool:
-    """Returns whether an operand has the shape of the result, or of a column or row of it."""
+    """Returns whether an operand has the result's shape, or the shape of its columns or rows."""
     if same_shape(shape, out) or all(static_size(size) == 1 for size in shape):
         return True
     if leads_to(shape, out) and len(shape) > 1:

@@ -1,12 +1,12 @@
-"""Finds quantization among the expressions of a graph: step 6 of the numerics page.
+"""Finds quantization among a graph's expressions: step 6 of the numerics page.
 
     amax  = amax(abs(y))                                over a row, or over groups of a row
     scale = div(clamp(amax, 1e-10, None), 448)
     q     = round(clamp(div(y, scale), -448, 448))      the same with a static scale
 
-With a computed scale the clamp of the quotient may be missing: the rounded quotient is at most 448.
+If the scale is computed, the quotient's clamp may be missing: the rounded quotient is at most 448.
 
-Common kernels compute slightly different values. They are fused only if the caller allows it:
+Common kernels compute slightly different values. The pass fuses them only if the caller allows it:
 
     scale = div(clamp(amax, least, None), 448)          0 < least <= 1/512
           | clamp(div(amax, 448), least, None)          0 < least <= 1/512/448
@@ -14,11 +14,11 @@ Common kernels compute slightly different values. They are fused only if the cal
 
 Above these bounds the scale is the same, because rounded division is monotonic. The product differs
 from the quotient by less than two float32 ulps: the reciprocal's relative error of 2^-24 is at most
-one ulp of the product, and rounding the product and the quotient adds half an ulp each. So they are
-equal or adjacent float32 numbers, unless the reciprocal is subnormal or overflows. Other orders and
-ranges are not fused.
+one ulp of the product, and rounding the product and the quotient adds half an ulp each. So product
+and quotient are equal or adjacent float32 numbers, unless the reciprocal is subnormal or overflows.
+Other orders and ranges are not fused.
 
-MXFP8 and NVFP4 are found by the names of operators (compile/block_scaled.py).
+MXFP8 and NVFP4 are found by operator name (compile/block_scaled.py).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Quantization:
     """A quantization of the normed tensor.
 
     Attributes:
-        kind: "per_token", "per_group", "per_tensor" or "nvfp4", as the operator takes it.
-        group_size: the group size of "per_group" and "nvfp4", else 0.
+        kind: "per_token", "per_group", "per_tensor" or "nvfp4", as passed to the operator.
+        group_size: the group size for "per_group" and "nvfp4"; otherwise 0.
         quantized: the expression of the quantized rows.
         scale: the computed scale; None for "per_tensor".
-        static: the static scale of "per_tensor" and "nvfp4".
+        static: the static scale for "per_tensor" and "nvfp4"; otherwise None.
         inverse: the reciprocal of the static scale, if the graph multiplies by it.
-        scale_layout: the layout of the scales of "nvfp4" and MXFP8; empty for other kinds.
-        scale_format: the format of the scales, as the operator takes it.
+        scale_layout: the layout of the scales for "nvfp4" and MXFP8; empty for other kinds.
+        scale_format: the format of the scales, as passed to the operator.
     """
 
     kind: str
@@ -119,7 +119,7 @@ def _quotients(rows: Value, *, approximate: bool) -> Iterator[tuple[Value, Value
 
 
 def _is_scale(scale: Value, rows: Value, *, approximate: bool) -> bool:
-    """Returns whether this is `max(amax(abs(rows)), least) / 448` with an allowed `least`."""
+    """Returns whether `scale` is `max(amax(abs(rows)), least) / 448` with an allowed `least`."""
     quotient, least = _without_least(scale)
     most = _MAX_LEAST_AMAX / _MAX
     if quotient.op != "div" or number_of(quotient.args[1]) != _MAX:
@@ -154,7 +154,7 @@ def _cast(algebra: Algebra, quotient: Value, *, clamped: bool) -> Value | None:
 
 
 def is_quantized_otherwise(algebra: Algebra, normed: Value) -> bool:
-    """Returns whether known operations compute a quantized tensor from the normed one."""
+    """Returns whether known operations compute a quantized tensor from the normed tensor."""
     pending, seen = [algebra.up(normed)], {normed}
     for value in pending:
         if value.dtype == FP8 or value.op == "blocks":

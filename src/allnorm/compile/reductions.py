@@ -1,4 +1,4 @@
-"""Finds the reductions of a graph, in every form that tracers record."""
+"""Finds a graph's reductions, in every form that tracers record."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Reduction:
 
     Attributes:
         x: the reduced tensor; None if the call does not reduce exactly one tensor.
-        in_place: whether the call stores the result in `x`; else it returns a new tensor.
+        in_place: whether the call stores the result in `x`; otherwise it returns a new tensor.
         group: the name of the process group; None if the graph does not name it.
-        comm_name: the name of the communicator, for a reduction by allnorm itself.
-        named_by_caller: whether it is a custom operator in the caller's `all_reduce_ops`.
+        comm_name: the communicator's name if allnorm's own operator reduces; otherwise None.
+        named_by_caller: whether the call is a custom operator in the caller's `all_reduce_ops`.
         problem: why this call can never be fused; empty if it can.
         result: the index of the reduced tensor in the call's results; None for a single result.
-        pending: whether the result may be read only after a wait.
+        pending: whether the result must not be read before a wait.
     """
 
     node: Node
@@ -47,18 +47,18 @@ class Reduction:
 
     @property
     def writes(self) -> list[Node]:
-        """The tensors that it may change."""
+        """The tensors that the call may change."""
         if self.in_place and self.x is not None:
             return [self.x]
         return self.node.all_input_nodes if self.problem == _UNKNOWN_FUNCTION else []
 
 
 def find_reductions(graph: Graph, all_reduce_ops: Sequence[Any] = ()) -> dict[Node, Reduction]:
-    """Returns all reductions of a graph, in the graph's order.
+    """Returns all of a graph's reductions, in graph order.
 
     Args:
-        graph: a graph of Dynamo, AOTAutograd or Inductor.
-        all_reduce_ops: as in `fuse`; functions are allowed too.
+        graph: a graph from Dynamo, AOTAutograd or Inductor.
+        all_reduce_ops: as for `fuse`; functions are allowed too.
     """
     names = {op.replace(".", "::", 1) for op in all_reduce_ops if isinstance(op, str)}
     names |= {qualified_name(op) for op in all_reduce_ops} - {""}
@@ -159,12 +159,12 @@ def op_name(reduction: Reduction) -> str:
 
 
 def _group_of(node: Node) -> str | None:
-    """Returns the group of a functional collective, its last argument."""
+    """Returns a functional collective's group, which is its last argument."""
     return group_name(node.kwargs.get("group_name", node.args[-1] if node.args else ""))
 
 
 def group_name(group: Any) -> str | None:
-    """Returns the name of a process group from a graph's reference to it; None if unknown."""
+    """Returns the name of the process group that a graph refers to; None if unknown."""
     if isinstance(group, str):
         return group
     if isinstance(group, Node):
@@ -207,12 +207,12 @@ def _custom(node: Node) -> Reduction:
 
 
 def _in_order(schema: Any, named: dict[str, Any]) -> list[Any]:
-    """Returns the arguments in the order of the schema."""
+    """Returns the arguments in schema order."""
     return [named[each.name] for each in schema.arguments if each.name in named]
 
 
 def _first_of(values: list[Any]) -> tuple[Node | None, str | None, str]:
-    """Returns the first tensor and the first text of some arguments, and a problem or ""."""
+    """Returns the first tensor and the first string among arguments, and a problem or ""."""
     x = next((value for value in values if isinstance(value, Node)), None)
     group = next((value for value in values if isinstance(value, str)), None)
     return x, group, "" if x is not None else "it has no tensor argument"

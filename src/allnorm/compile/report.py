@@ -1,4 +1,4 @@
-"""The report of the graph pass: what was fused, and why the rest was not."""
+"""The graph pass's report: which reductions were fused, and why the others were not."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 @dataclass(frozen=True)
 class Site:
-    """One reduction of a graph.
+    """One reduction in a graph.
 
     Attributes:
-        nodes: the names of the replaced nodes in the order of the graph before the rewrite: the
-            reduction first, the norm last. For a missed site, the name of the reduction.
-        shape: the shape of the reduced tensor; dimensions that are not constant are text. None if
-            unknown.
+        nodes: the names of the replaced nodes, in graph order before the rewrite: the reduction
+            first, the norm last. For a missed site, only the name of the reduction.
+        shape: the shape of the reduced tensor; symbolic dimensions are strings. None if unknown.
         dtype: the dtype of the reduced tensor; None if unknown.
         group: the name of the process group or of the communicator; empty if the graph does not
             name it.
-        numerics: the rounding mode that gives the graph's results; None if the site was missed.
+        numerics: the rounding mode that reproduces the graph's results; None if the site was
+            missed.
         reason: why the site was missed; None if it was fused.
-        quant: the quantization that was fused too, such as "per_group 128"; None if none was.
-        note: for a fused site, what else could nearly have been fused, and why it was not.
-        boundary: what was fused in addition to a residual add and one norm, such as "post norm,
-            scale 0.5"; empty if nothing was.
+        quant: the quantization that was also fused, such as "per_group 128"; None without one.
+        note: for a fused site, what else could have been fused but was not, and why.
+        boundary: the steps that were fused in addition to a residual add and one norm, such as
+            "post norm, scale 0.5"; empty without such steps.
     """
 
     nodes: tuple[str, ...]
@@ -48,10 +48,10 @@ class Site:
 
 
 class FusionReport:
-    """A list of every reduction of a graph, fused or missed; `print` shows it as a table.
+    """A list of all reductions in a graph, fused or missed; `print` shows it as a table.
 
     Attributes:
-        sites: all reductions, in the order of the graph.
+        sites: all reductions, in graph order.
     """
 
     def __init__(self, sites: Iterable[Site] = ()) -> None:
@@ -64,7 +64,7 @@ class FusionReport:
 
     @property
     def missed(self) -> list[Site]:
-        """The sites that were not fused; `reason` of each is why."""
+        """The sites that were not fused; each has a `reason`."""
         return [site for site in self.sites if not site.fused]
 
     def __repr__(self) -> str:

@@ -19,13 +19,14 @@ from allnorm.compile.shapes import FLOATS, has_contiguous_rows, is_contiguous
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import is_pure, operation
 
-# Indices of the argument return_normed and of the result normed of the operators that quantize.
+# For the operators that quantize: the indices of the argument return_normed and of the result
+# normed.
 _RETURN_NORMED = 9
 _NORMED = 3
 
 
 class Rewriter:
-    """Applies the matches of one graph; `values` are its expressions before any change."""
+    """Applies a graph's matches; `values` has the graph's expressions before any change."""
 
     def __init__(self, graph: Graph, values: Values) -> None:
         self._graph = graph
@@ -40,13 +41,13 @@ class Rewriter:
         self._quantizing: list[Node] = []
 
     def apply(self, match: Match, comm_name: str) -> None:
-        """Replaces one site by a call on the communicator of this name."""
+        """Replaces one site with a call on the named communicator."""
         candidate, quantization = match.candidate, match.candidate.quantization
         if candidate.is_local:
             self._reduce(match, comm_name)
         self._place = self._place_of_call(match)
         call = self._call(match, comm_name)
-        # The results of the call, in order.
+        # The call's results, in order.
         served: list[Value | None] = [candidate.normed, candidate.summed]
         if quantization is not None:
             served = [quantization.quantized, quantization.scale, *reversed(served)]
@@ -101,7 +102,7 @@ class Rewriter:
             self._sort()
 
     def _sort(self) -> None:
-        """Moves nodes after the nodes that they read, and otherwise keeps their order."""
+        """Moves nodes after the nodes that they read; otherwise keeps their order."""
         output, nodes = self._graph.output_node(), list(self._graph.nodes)
         order = [node for node in nodes if node in self._values.ordered]
         before = dict(zip(order[1:], order, strict=False))
@@ -169,7 +170,7 @@ class Rewriter:
         return call
 
     def _reduce(self, match: Match, comm_name: str) -> None:
-        """Replaces the reduction of a local match by allnorm's."""
+        """Replaces a local match's reduction with allnorm's own."""
         reduction, values = match.candidate.reduction, self._values
         assert reduction.x is not None
         self._place = reduction.node.next
@@ -181,7 +182,7 @@ class Rewriter:
                 self._superfluous.add(node)
 
     def _input(self, node: Node, *, whole: bool = False) -> Node:
-        """Returns an input, copied if its rows (with `whole`, the tensor) are not contiguous."""
+        """Returns an input, copied if its rows (`whole`: the entire tensor) are not contiguous."""
         node = self._current(node)
         tensor = self._shapes.of(node)
         assert tensor is not None
@@ -191,7 +192,7 @@ class Rewriter:
         return self._add(torch.ops.aten.clone.default, (node,), layout)
 
     def _with_leading_ones(self, node: Node, count: int) -> Node:
-        """Returns a node with `count` more leading dimensions of size 1."""
+        """Returns a node's tensor with `count` more leading dimensions of size 1."""
         for _ in range(count):
             node = self._add(torch.ops.aten.unsqueeze.default, (node, 0))
         return node
@@ -242,7 +243,7 @@ class Rewriter:
         return node, given.bias
 
     def _repeat(self, view: Node, source: Node) -> Node:
-        """Applies a view of the graph to a different tensor."""
+        """Applies one of the graph's views to a different tensor."""
         first = view.all_input_nodes[0]
 
         def replacement(node: Node) -> Node:
@@ -259,14 +260,14 @@ class Rewriter:
         *,
         op: str = "call_function",
     ) -> Node:
-        """Adds a node at the place of the current match; `_sort` moves it if necessary."""
+        """Adds a node at the current match's place in the graph; `_sort` moves it if necessary."""
         with self._graph.inserting_before(self._place):
             node = self._graph.create_node(op, target, args, kwargs or {})
         self._describe(node)
         return node
 
     def _describe(self, node: Node) -> None:
-        """Gives a new node metadata if the other nodes have metadata."""
+        """Adds metadata to a new node if the other nodes have metadata."""
         mode = self._shapes.fake_mode
         if node.op != "get_attr":
             self._shapes.describe(node)
@@ -277,20 +278,20 @@ class Rewriter:
                 self._shapes.add(node, parameter if fake else mode.from_tensor(parameter))
 
     def _current(self, node: Node) -> Node:
-        """Returns the node that replaces an original node; the node itself if none does."""
+        """Returns the node that replaces an original node, or the node itself if none does."""
         while node in self._replaced:
             node = self._replaced[node]
         return node
 
     def _put(self, new: Node, node: Node) -> None:
-        """Makes all readers of a node read the new one."""
+        """Makes all readers of a node read `new` instead."""
         for user in list(node.users):
             if user is not new:
                 user.replace_input_with(node, new)
         self._replaced[node] = new
 
     def _answer(self, match: Match) -> None:
-        """Makes shape and dtype queries of tensors that will be removed query an input instead."""
+        """Redirects shape and dtype queries of tensors that will be removed to an input."""
         members = {*match.members, *match.dead, *match.served_nodes(self._values)}
         for value in match.candidate.values:
             for question, source in value.questions:

@@ -1,4 +1,4 @@
-"""Rules that evaluate each operation of the vocabulary to an expression.
+"""Rules that evaluate the vocabulary's operations to expressions, one per operation.
 
 A rule takes the operands and a node. It raises NotUnderstood if no expression describes the result.
 """
@@ -52,7 +52,7 @@ def _over_row(e: Operands, node: Node) -> Value:
 
 
 def _max(e: Operands, node: Node) -> Value:
-    """Evaluates `max` over a dimension, which returns indices too."""
+    """Evaluates `max` over a dimension, which also returns indices."""
     results = e.shapes.any_of(node)
     if not isinstance(results, tuple | list) or results[0].dtype not in FLOATS:
         raise NotUnderstood
@@ -127,7 +127,7 @@ def _same(e: Operands, node: Node) -> Value:
 
 
 def _copy(e: Operands, node: Node) -> Value:
-    """Evaluates `copy(target, source)`, the source in the target's dtype."""
+    """Evaluates `copy(target, source)`: the source converted to the target's dtype."""
     source = e.node(argument(node, 1, "src", "other"))
     a, tensor = e.tensor(source, node)
     into = e.shapes.of(e.node(_input(node)))
@@ -167,7 +167,7 @@ def _select(e: Operands, node: Node) -> Value:
 
 
 def _slice(e: Operands, node: Node) -> Value:
-    """Evaluates a slice of a whole dimension, which tracers record for `x[:]`."""
+    """Evaluates a slice that is a whole dimension, as tracers record it for `x[:]`."""
     start, step = argument(node, 2, "start"), argument(node, 4, "step", default=1)
     if start not in (None, 0) or step != 1 or argument(node, 3, "end") not in (None, sys.maxsize):
         raise NotUnderstood
@@ -175,7 +175,7 @@ def _slice(e: Operands, node: Node) -> Value:
 
 
 def _row(e: Operands, node: Node, dim: Any, index: Any) -> Value:
-    """Evaluates `tensor.select(1, index)` of three dimensions: one of each token's rows."""
+    """Evaluates `select(1, index)` of a three-dimensional tensor: one of each token's rows."""
     source = e.node(_input(node))
     tensor = e.shapes.of(source)
     count = None
@@ -219,7 +219,7 @@ def _rms_norm(e: Operands, node: Node) -> Value:
 
 
 def _norm(e: Operands, node: Node, shape: Any, gain: Value | None, eps: Any) -> Value:
-    """Evaluates `F.rms_norm` as PyTorch computes it: in float32, rounded once, after the weight."""
+    """Evaluates `F.rms_norm` like PyTorch: in float32, with a single rounding after the weight."""
     z, tensor = e.tensor(_input(node), node)
     shape = e.shapes.any_of(shape) if isinstance(shape, Node) else shape
     sizes = list(shape) if isinstance(shape, tuple | list) else [shape]
@@ -254,7 +254,7 @@ def _blocks(e: Operands, node: Node) -> Value:
 
 
 def _part(e: Operands, node: Node) -> Value:
-    """Evaluates the rows, or the scales, of `blocks`."""
+    """Evaluates one part of `blocks`: the quantized rows or the scales."""
     blocks, index, _ = node.args
     out = e.shapes.of(node)
     if out is None:
@@ -266,7 +266,7 @@ def _part(e: Operands, node: Node) -> Value:
 
 
 def _called(node: Node) -> Any:
-    """Returns the called module. Raises if it may compute something other than its class."""
+    """Returns the called module. Raises if it may compute something different from its class."""
     module: Any = module_of(node)
     problem = plain_module(module)
     if problem:

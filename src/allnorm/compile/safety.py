@@ -1,4 +1,4 @@
-"""Checks that a match is safe: no other readers, no cyclic order, no writes to its memory."""
+"""Checks that a match is safe: no other readers, no dependency cycles, no writes to its memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ABOUT_SHAPES = {"shape", "ndim", "size", "dim", "ndimension", "numel", "nelemen
 
 
 def check_escapes(values: Values, match: Match) -> str:
-    """Returns why the match is impossible: a node reads a value that the call replaces; or "".
+    """Returns which node still reads a value that the call removes, as the reason; or "".
 
-    The call returns the normed tensor and the rounded sum. All other values that are computed from
-    the reduced tensor must be used only for these results, or not at all.
+    The call returns only the normed tensor and the rounded sum. Any other value that is computed
+    from the reduced tensor must be used only to compute these results, or not at all.
     """
     candidate = match.candidate
     for value in values.results_of(candidate.reduction.node):
@@ -57,7 +57,7 @@ def check_escapes(values: Values, match: Match) -> str:
 
 
 def is_answered(values: Values, question: Node) -> bool:
-    """Returns whether a query is an assertion about a tensor that is certainly true."""
+    """Returns whether a query is an assertion about a tensor that is known to hold."""
     if operation(question) or question.target is not torch.ops.aten._assert_tensor_metadata.default:
         return False
     tensor = values.shapes.of(question.all_input_nodes[0])
@@ -72,7 +72,7 @@ def is_answered(values: Values, question: Node) -> bool:
 
 
 def answer(values: Values, match: Match, question: Node, source: Node) -> Node | None:
-    """Returns an input of the call for which a query returns the same as for `source`, or None."""
+    """Returns one of the call's inputs that answers a query like `source` does, or None."""
     name = question.args[1] if question.target is getattr else str(question.target)
     asked = str(name).removeprefix("aten.").removeprefix("sym_").split(".")[0]
     about = values.shapes.of(source)
@@ -122,9 +122,9 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
 
 
 def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
-    """Returns why the match is impossible: an input depends on a result of the same call; or "".
+    """Returns which of the call's inputs depends on its result, as the reason; or "".
 
-    A call needs all of its inputs for each of its results, unlike the nodes that it replaces.
+    The call needs all of its inputs for each of its results. The nodes that it replaces do not.
     """
     position, begin = values.position, values.position[match.candidate.reduction.node]
     match.late = any(position[node] > begin and node.op != "get_attr" for node in match.inputs)
@@ -150,7 +150,7 @@ def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
 
 
 def check_memory(values: Values, match: Match) -> str:
-    """Returns why the match is impossible: a node writes to its memory; or ""."""
+    """Returns which node writes to the match's memory, as the reason; or ""."""
     holders = [node for value in match.candidate.values for node in value.holders]
     nodes = (*match.members, *match.inputs, *holders)
     return next(filter(None, map(values.written_by, nodes)), "")

@@ -1,4 +1,4 @@
-"""Finds shapes, dtypes, strides and shared memory of a graph's tensors, as far as possible."""
+"""Determines shapes, dtypes, strides and shared memory of a graph's tensors where possible."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ _META_KEYS = ("val", "example_value")
 
 
 class Freedom(enum.Enum):
-    """The sizes that may differ from those of real examples when a graph runs.
+    """The sizes that may differ from the real examples' sizes when a graph runs.
 
-    The pass tries the values in this order. Last dimensions never differ. Graphs that were fused
-    with EQUAL, ROWS or NONE check their inputs.
+    The pass tries the values in this order. The last dimension never differs. Graphs that were
+    fused with EQUAL, ROWS or NONE check their inputs.
     """
 
     DISTINCT = enum.auto()  # every size may differ
     EQUAL = enum.auto()  # every size may differ, but equal sizes stay equal
-    ROWS = enum.auto()  # first sizes may differ, but equal sizes stay equal
+    ROWS = enum.auto()  # the first dimension may differ, but equal sizes stay equal
     NONE = enum.auto()  # no size may differ
 
 
 class Shapes:
-    """Fake tensors of a graph's nodes, from its metadata or from a run on fake tensors.
+    """The fake tensors of a graph's nodes, from their metadata or from a run on fake tensors.
 
     Args:
         module: the graph; it is not changed.
-        reductions: its reductions, by node. They are not run: the result has the shape of `x`.
-        example_inputs: real or fake arguments of the graph, or None. Used only for nodes without
+        reductions: its reductions, keyed by node. They are not run; their results are like `x`.
+        example_inputs: the graph's arguments, real or fake, or None. Used only for nodes without
             metadata.
-        freedom: the sizes that may differ from those of real examples.
+        freedom: the sizes that may differ from the real examples' sizes.
 
     Attributes:
-        meta_key: the key of the tensors in the nodes' metadata; None without metadata.
-        fake_mode: the mode of the graph's fake tensors; None if there are none.
+        meta_key: the key in the nodes' metadata that holds the tensors; None without metadata.
+        fake_mode: the mode of the graph's fake tensors; None without fake tensors.
         examples: the arguments of the run; None if metadata was used instead.
-        assumed: the assumptions about the sizes of real examples.
+        assumed: assumptions that the graph must check.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Shapes:
                 self.meta_key = self.meta_key or key
         fakes = [value for value in self._known.values() if isinstance(value, FakeTensor)]
         if len({fake.fake_mode for fake in fakes}) > 1:
-            # Fake tensors of different modes do not show which tensors share memory.
+            # Fake tensors from different modes do not reveal which tensors share memory.
             inputs = [self._known.get(node) for node in nodes if node.op == "placeholder"]
             example_inputs = example_inputs or _fresh(inputs)
             self._known.clear()
@@ -93,14 +93,14 @@ class Shapes:
         self._storages = {node: storage_of(value) for node, value in self._known.items()}
 
     def add(self, node: Node, value: Any) -> None:
-        """Adds the value of a new node, also to its metadata if the other nodes have metadata."""
+        """Adds a new node's value, also to its metadata if the other nodes have metadata."""
         self._known[node] = value
         self._storages[node] = storage_of(value)
         if self.meta_key is not None:
             node.meta[self.meta_key] = value
 
     def describe(self, node: Node) -> None:
-        """Adds the value of a new call, by running it on fake tensors."""
+        """Runs a new call on fake tensors, and adds the result as its value."""
         if self.fake_mode is None:
             return
         args, kwargs = map_arg((node.args, node.kwargs), self.any_of)
@@ -124,13 +124,13 @@ class Shapes:
         return self.fake_mode.shape_env if self.has_real_examples and self.fake_mode else None
 
     def in_example(self, size: Any) -> int | None:
-        """Returns a size, or the real examples' size if it is symbolic; None if unknown."""
+        """Returns a size; for a symbolic size, the real examples' size. None if unknown."""
         if static_size(size) is None and self.env is not None:
             return int(size.node.hint)
         return static_size(size)
 
     def fix(self, size: Any) -> None:
-        """Assumes that a size is that of the real examples; the graph will check it."""
+        """Assumes that a size equals the real examples' size; the graph will check it."""
         if static_size(size) is None and self.env is not None:
             self.assumed.sizes = True
             int(size)  # adds a guard
@@ -145,12 +145,12 @@ class Shapes:
         return value if isinstance(value, Tensor) else None
 
     def storage(self, node: Node) -> object:
-        """Returns an object that is equal for nodes that share memory; unknown ones share none."""
+        """Returns an object that is equal for nodes that share memory; unknown nodes share none."""
         return self._storages.get(node) or node
 
 
 class _Propagate(Interpreter):
-    """Runs a graph on fake tensors. Nodes that cannot run, and their users, get no value."""
+    """Runs a graph on fake tensors. Nodes that cannot run get no value, nor do their users."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Propagate(Interpreter):
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def start(self, example_inputs: Sequence[Any], freedom: Freedom | None) -> None:
-        """Runs the graph. `freedom` are the sizes that become symbols; None for fake inputs."""
+        """Runs the graph. `freedom` selects the sizes that become symbols; None for fake inputs."""
         if freedom is not None:
             self._assumed.sizes = freedom is not Freedom.DISTINCT
             # Values that depend on data get no symbols.
@@ -204,7 +204,7 @@ class _Propagate(Interpreter):
         before = 0 if env is None else len(env.guards)
         try:
             result = self._run(n)
-        except Exception:  # noqa: BLE001 - a node that cannot run on fakes is unknown, no error
+        except Exception:  # noqa: BLE001 - not an error: the node's value stays unknown
             return _UNKNOWN
         finally:
             if env is not None:
@@ -230,18 +230,19 @@ _UNKNOWN = object()
 class Assumed:
     """Assumptions about symbolic sizes that the graph's operators do not check themselves.
 
-    For example, operators check that sizes are compatible.
+    They do check, for example, that sizes are compatible.
 
     Attributes:
         sizes: whether the graph must check the guards on sizes.
-        ones: whether the graph must check that no size becomes 1, or is 1 only in the examples.
+        ones: whether the graph must check that the sizes that are 1 are those that are 1 in the
+            examples.
     """
 
     sizes: bool = False
     ones: bool = False
 
     def note(self, node: Node, inputs: Sequence[Any], guards: Sequence[Any]) -> None:
-        """Records the assumptions of the guards that were added when a node ran on `inputs`."""
+        """Records the assumptions in the guards that were added when a node ran on `inputs`."""
         name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
         if name in ("squeeze", "squeeze_") and isinstance(inputs[0], Tensor):
             shape, dim = inputs[0].shape, argument(node, 1, "dim")
@@ -252,7 +253,7 @@ class Assumed:
 
 
 def _is_checked(guard: Any) -> bool:
-    """Returns whether an operator's guard only states that sizes are compatible or not special."""
+    """Returns whether an operator's guard only requires sizes to be compatible or not special."""
     relation = getattr(guard, "rel_op", "")
     if relation == "==":
         divides = isinstance(guard.lhs, Mod) and guard.rhs == 0
@@ -263,7 +264,7 @@ def _is_checked(guard: Any) -> bool:
 
 
 def _free(mode: FakeTensorMode, value: Any, index: int, freedom: Freedom) -> Any:
-    """Returns a fake tensor for a real one, with symbols for the sizes that `freedom` allows."""
+    """Returns a fake version of a tensor, with symbols for the sizes that `freedom` allows."""
     if not isinstance(value, Tensor):
         return value
     if is_traceable_wrapper_subclass(value):  # a DTensor, which no fused site uses
@@ -290,7 +291,7 @@ def storage_of(value: Any) -> object:
 
 
 def _fresh(values: Sequence[Any]) -> list[Any]:
-    """Returns fake tensors like the given ones, all of one new mode."""
+    """Returns fake tensors like the given tensors, all with the same new mode."""
     with FakeTensorMode():
         return [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -311,14 +312,14 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
 
 
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Returns whether two shapes are equal for certain; adds no guard."""
+    """Returns whether two shapes are known to be equal; adds no guard."""
     return len(a) == len(b) and all(
         statically_known_true(i == j) for i, j in zip(a, b, strict=True)
     )
 
 
 def is_row(shape: Sequence[Any]) -> bool:
-    """Returns whether all dimensions but the last are 1."""
+    """Returns whether all dimensions but the last have size 1."""
     return len(shape) > 0 and all(static_size(size) == 1 for size in shape[:-1])
 
 
@@ -330,7 +331,10 @@ def leads_to(shape: Sequence[Any], longer: Sequence[Any]) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors certainly have the same shape, and strides except for size 1."""
+    """Returns whether two tensors are known to have the same shape and the same strides.
+
+    Strides of dimensions of size 1 may differ.
+    """
     sizes = zip(a.shape, a.stride(), b.stride(), strict=False)
     return same_shape(a.shape, b.shape) and all(
         static_size(size) == 1 or statically_known_true(i == j) for size, i, j in sizes
@@ -338,7 +342,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Returns whether a tensor is contiguous for certain; adds no guard."""
+    """Returns whether a tensor is known to be contiguous; adds no guard."""
     expected: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
@@ -348,7 +352,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 
 def has_contiguous_rows(tensor: Tensor) -> bool:
-    """Returns whether the last dimension of a tensor is contiguous for certain."""
+    """Returns whether a tensor's last dimension is known to be contiguous."""
     return tensor.dim() > 0 and (
         statically_known_true(tensor.stride(-1) == 1)
         or statically_known_true(tensor.shape[-1] == 1)
@@ -364,7 +368,7 @@ def static_size(size: Any) -> int | None:
 
 
 def printable(shape: Sequence[Any], *, hints: bool = False) -> tuple[int | str, ...]:
-    """Returns a shape with text for symbolic sizes or, with `hints`, their example values."""
+    """Returns a shape with symbolic sizes as strings or, if `hints`, as their example values."""
     sizes = [static_size(size) for size in shape]
     return tuple(
         (symbolic.node.hint if hints else str(symbolic)) if size is None else size

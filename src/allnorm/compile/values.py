@@ -1,7 +1,7 @@
 """Finds the expression that each tensor of a functional graph holds, and the nodes that read it.
 
 If a graph could not be made functional, `Context.written` lists the memory that it writes. Tensors
-in this memory may have wrong expressions, but nothing that uses this memory is fused.
+in this memory may have wrong expressions, which is harmless: nothing that uses them is fused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Context:
     """Properties of the graph that the caller passed, before it was made functional.
 
     Attributes:
-        makers: by node of the functional graph, the given graph's node that it was recorded for.
-        in_place: in-place reductions of the given graph.
-        differentiated: nodes of the given graph that need a gradient.
-        written: by memory, a text that names the node that writes to it; empty for functional
-            graphs.
+        makers: maps each node of the functional graph to the original graph's node for which it was
+            recorded.
+        in_place: the original graph's in-place reductions.
+        differentiated: the original graph's nodes whose results need a gradient.
+        written: maps each storage that is written to a message that names the node that writes to
+            it; empty for functional graphs.
     """
 
     makers: Mapping[Node, Node] = field(default_factory=dict)
@@ -42,15 +43,15 @@ class Context:
 
 
 class Values:
-    """The expressions of a graph.
+    """A graph's expressions.
 
     Attributes:
         algebra: all expressions.
-        position: by node, its index in the graph.
-        held: by node, the expression that its tensor holds.
-        reduced: by reduction, the expression of its sum over ranks.
-        parameters: by path, fake or real tensors of parameters and buffers.
-        pending: tensors that may be read only through a wait.
+        position: maps each node to its index in the graph.
+        held: maps each node to the expression that its tensor holds.
+        reduced: maps each reduction's node to the expression of its sum over ranks.
+        parameters: maps the paths of parameters and buffers to their tensors, fake or real.
+        pending: nodes whose tensors must not be read except through a wait.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class Values:
             self._visit(node, reductions.get(node))
 
     def maker_of(self, node: Node) -> Node:
-        """Returns the given graph's node that a node was recorded for, or else the node itself."""
+        """Returns the original graph's node for which a node was recorded, or the node itself."""
         return self.context.makers.get(node, node)
 
     def name_of(self, node: Node) -> str:
-        """Returns the name of a node in the given graph."""
+        """Returns a node's name in the original graph."""
         return self.maker_of(node).name
 
     def results_of(self, node: Node) -> tuple[Value, ...]:
@@ -92,11 +93,11 @@ class Values:
         return value.args if value.op == "tuple" else (value,)
 
     def computed_by(self, value: Value) -> list[Node]:
-        """Returns the nodes that compute `value`, and views of their results, but no copies."""
+        """Returns the nodes that compute `value` or are views of it, but no copies."""
         return [node for node in value.definers if node not in self._copies]
 
     def made_by(self, value: Value) -> list[Node]:
-        """Returns the nodes that compute `value`, without copies and views."""
+        """Returns the nodes that compute `value`, but no copies or views."""
 
         def is_view(node: Node) -> bool:
             memory = self.shapes.storage(node)
@@ -106,7 +107,7 @@ class Values:
         return [node for node in self.computed_by(value) if not is_view(node)]
 
     def written_by(self, node: Node) -> str:
-        """Returns a text that names the node that writes to this node's memory; "" if none does."""
+        """Returns a message naming the node that writes to this node's memory; "" if none does."""
         if not self.context.written:
             return ""
         found = (self.context.written.get(memory) for memory in memories(node, self.shapes))
@@ -114,7 +115,7 @@ class Values:
 
     @functools.cached_property
     def live(self) -> set[Node]:
-        """The nodes that have effects, or that the graph's results depend on."""
+        """The nodes that have effects, or on which the graph's results depend."""
         found: set[Node] = set()
         for node in reversed(self.position):
             used = not found.isdisjoint(node.users)
@@ -123,7 +124,7 @@ class Values:
         return found
 
     def is_used(self, value: Value) -> bool:
-        """Returns whether live nodes read a value, other than those that hold it."""
+        """Returns whether live nodes read a value, not counting nodes that hold it."""
         return any(node in self.live for node, _ in value.readers if node not in value.holders)
 
     def holder(
@@ -135,9 +136,9 @@ class Values:
         *,
         leading_ones: bool = False,
     ) -> Node | None:
-        """Returns a node whose tensor holds `value` in this shape, dtype and device, or None.
+        """Returns a node whose tensor holds `value` with this shape, dtype and device, or None.
 
-        With `leading_ones`, leading dimensions of size 1 must be missing.
+        If `leading_ones`, the tensor must lack one or more leading dimensions of size 1.
         """
         for node in value.holders:
             tensor = self.shapes.of(node)
@@ -151,7 +152,7 @@ class Values:
 
     @functools.cached_property
     def ordered(self) -> dict[Node, int]:
-        """The nodes that have effects or use written memory, and so must keep their order."""
+        """The nodes that must keep their order, because they have effects or use written memory."""
         found: dict[Node, int] = {}
         for node in self.position:
             if node.op in ("placeholder", "get_attr", "output") or node in self.reduced:
@@ -233,7 +234,7 @@ class Values:
 
 
 def memories(node: Node, shapes: Shapes) -> set[object]:
-    """Returns the memory of a tensor. If that is unknown, adds the memory of its possible bases."""
+    """Returns a node's memory; if its value is unknown, also the memory of its possible bases."""
     pending, found = [node], set()
     for one in pending:
         found.add(shapes.storage(one))

@@ -1,8 +1,8 @@
-"""Maps the nodes of all tracers to one vocabulary: a node's operation, and what it writes.
+"""Maps all tracers' nodes to a common vocabulary: a node's operation, and what it writes.
 
-An addition is `operator.add` or a method for Dynamo, and `aten.add.Tensor` for AOTAutograd, each
-possibly in place. All of them have one name here. For unknown names, the operator's schema declares
-what it writes. A call without a schema is assumed to write to all of its arguments.
+An addition is `operator.add` or a method in Dynamo, and `aten.add.Tensor` in AOTAutograd, and each
+may be in place. All of them have the same name here. For unknown names, the operator's schema
+declares what it writes. A call without a schema is assumed to write to all of its arguments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PURE_HIGHER_ORDER = {"auto_functionalized", "auto_functionalized_v2"}
 
 
 def operation(node: Node) -> str:
-    """Returns the operation of a node in this module's vocabulary; empty if it has none."""
+    """Returns a node's operation in this module's vocabulary; empty if it has none."""
     name = _plain_name(node)
     if name in _FOREIGN:
         return _FOREIGN[name]
@@ -80,14 +80,14 @@ def asks_only(node: Node) -> bool:
 
 
 def checks_inputs(node: Node) -> bool:
-    """Returns whether a call is the input check that `module()` of an exported program adds."""
+    """Returns whether a call is the input check that an exported program's `module()` adds."""
     called = module_of(node) if node.op == "call_module" else None
     kind = type(called)
     return (kind.__module__, kind.__name__) == ("torch.export._unlift", "GuardsFn")
 
 
 def is_pure(node: Node) -> bool:
-    """Returns whether a node has no effects, so that it can be removed if it is unused."""
+    """Returns whether a node has no effects, which means that it can be removed if unused."""
     if node.is_impure() or written(node):
         return False
     if node.op in ("call_function", "call_method") and operation(node):
@@ -119,7 +119,7 @@ def qualified_name(target: Any) -> str:
 
 
 def schema_of(target: Any) -> Any:
-    """Returns the schema of an operator; for a packet, of its default or else first overload."""
+    """Returns an operator's schema; for a packet, the schema of its default or first overload."""
     if isinstance(target, OpOverloadPacket):
         overloads = target.overloads()
         target = getattr(target, "default" if "default" in overloads else overloads[0])
@@ -133,16 +133,17 @@ def changed_arguments(schema: Any) -> list[str]:
 
 
 def whole_bases(schema: Any, kwargs: dict[str, Any]) -> dict[str, int] | None:
-    """Returns the base of each changed argument of an operator in `auto_functionalized_v2`.
+    """Finds the bases of the arguments that an operator in `auto_functionalized_v2` changes.
 
-    The wrapper describes an argument by its base and, if it is a view, how it views the base.
+    The wrapper passes each argument as its base and, for a view, a description of the view.
 
     Returns:
-        By name, the index in `_all_bases`; None unless every argument is a whole base.
+        The index in `_all_bases`, keyed by argument name; None unless every argument is a whole
+        base.
     """
     names, places = changed_arguments(schema), {}
     known = {f"_{name}_{what}" for name in names for what in ("base_index", "alias")}
-    # One argument's name can begin with the name of a different one: output and output_scale.
+    # One argument's name can be a prefix of another's: output and output_scale.
     if any(key not in known and key.startswith(f"_{name}_") for name in names for key in kwargs):
         return None
     for name in names:
@@ -172,7 +173,7 @@ def written(node: Node) -> list[Node]:
         places = {each.name: index for index, each in enumerate(schema.arguments)}
         return _nodes_in([argument(node, places[n], n) for n in changed_arguments(schema)])
     if getattr(target, "__module__", "") in ("builtins", "math") and target is not setattr:
-        return []  # such as getattr(x, "shape"), in graphs of torch.fx.symbolic_trace
+        return []  # such as getattr(x, "shape") in graphs from torch.fx.symbolic_trace
     return _named_writes(node, name) if name else list(node.all_input_nodes)
 
 
@@ -185,7 +186,7 @@ def _written_by_module(node: Node) -> list[Node]:
 
 
 def state_of(node: Node) -> dict[str, Tensor]:
-    """Returns the parameters and buffers of the module that a node calls, by path."""
+    """Returns the parameters and buffers of the module that a node calls, keyed by path."""
     called = module_of(node) if node.op == "call_module" else None
     state = () if called is None else (*called.named_parameters(), *called.named_buffers())
     return {f"{node.target}.{name}": tensor for name, tensor in state}
@@ -201,7 +202,7 @@ def module_of(node: Node) -> torch.nn.Module | None:
 
 
 def plain_module(module: torch.nn.Module | None) -> str:
-    """Returns why a module may compute something other than its class; empty if it may not."""
+    """Returns why a module may compute something different from its class; empty if it does not."""
     every = torch.nn.modules.module
     if module is None:
         return "does not exist"
@@ -235,14 +236,14 @@ def attribute_of(node: Node) -> Any:
 
 
 def attribute_at(module: Any, path: str) -> Any:
-    """Returns an attribute of a module or its submodules, by path; None if it does not exist."""
+    """Returns the attribute of a module or submodule at a path; None if it does not exist."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
 
 
 def is_torch_function(node: Node) -> bool:
-    """Returns whether a call is of a function, operator or method of PyTorch or Python."""
+    """Returns whether a call's target is a PyTorch or Python function, operator or method."""
     if node.op == "call_method" or isinstance(node.target, OpOverload | OpOverloadPacket):
         return True
     home = getattr(node.target, "__module__", "") or ""
@@ -250,7 +251,7 @@ def is_torch_function(node: Node) -> bool:
 
 
 def _named_writes(node: Node, name: str) -> list[Node]:
-    """Returns what a function or method of torch writes, according to its name and arguments."""
+    """Returns the arguments that a torch function or method writes, judging by its name."""
     targets: list[Any] = []
     is_operator = getattr(node.target, "__module__", "") == "_operator"  # operator.and_ is pure
     underscored = name.endswith("_") and not name.startswith("__") and not is_operator
@@ -281,7 +282,7 @@ def _nodes_in(values: list[Any]) -> list[Node]:
 
 
 def _plain_name(node: Node) -> str:
-    """Returns the bare name of a torch function, `ns::name` of a foreign operator, or ""."""
+    """Returns a torch function's bare name, a foreign operator's `ns::name`, or ""."""
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":

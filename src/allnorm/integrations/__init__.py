@@ -1,1 +1,1 @@
-"""Switches for other people's programs, out of tree: one subpackage each, imported by name."""
+"""Plugins for third-party programs, one subpackage each. Users import them by name."""

@@ -1,16 +1,18 @@
-"""The sites of a model, where a norm follows a reduction: their fused calls and their counters.
+"""A model's sites, where a norm follows a reduction: their fused calls and counters.
 
 A site belongs to the module whose output is a partial sum. The model's stock forward then adds the
 residual and norms the result. The addition makes the fused call and returns the new residual. The
-normed rows are stored at the norm. The norm returns these rows if its input is that new residual
-and cannot have changed. Otherwise it norms its input by a local call with the same bits. A norm of
-the sum before the addition, and a factor, become part of the fused call.
+normed rows are saved on the norm module, which returns them if its input is that new residual and
+cannot have changed. Otherwise the norm makes a local call, which gives bit-identical results. If
+the model norms or scales the sum before it adds the residual, that step becomes part of the fused
+call as well.
 
-The ranks must agree on the call that each site makes. The decision therefore depends only on what
-all ranks know: the switch, the grad mode, `training`, the model's structure, shapes and dtypes. It
-does not depend on hooks, which only one rank may have. A rank that needs the sum itself makes the
-same call as its peers, with a residual of -0.0, which leaves the bits of the sum unchanged. Only
-sites that norm or scale the sum before the addition cannot return the sum: see `Site.keeps_sum`.
+The ranks must agree on the call that each site makes. The decision therefore depends only on facts
+that are equal on all ranks: the switch, the grad mode, `training`, the model's structure, shapes
+and dtypes. It does not depend on hooks, because not all ranks may have them. A rank that needs the
+sum itself makes the same call as its peers, with a residual of -0.0, which leaves the bits of the
+sum unchanged. Only sites that norm or scale the sum before the addition cannot return the sum: see
+`Site.keeps_sum`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.nn.modules import module as nn_module
 import allnorm
 from allnorm.core.sharding import whole_local
 
-# Hooks of these packages, such as FSDP's, only read their arguments or return different tensors.
+# Hooks from these packages, such as FSDP's, only read their arguments or return different tensors.
 _TRUSTED_HOOKS = ("transformers.", "torch.distributed.")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,10 +48,12 @@ _GLOBAL_LATER_HOOKS: _Hooks = (
 
 @dataclass
 class Switch:
-    """The settings of `enable()` and `disable()`: read by every call, guarded by compiled graphs.
+    """The settings that `enable()` and `disable()` change.
+
+    Every call reads them, and compiled graphs have guards on them.
 
     Attributes:
-        enabled: whether sites fuse.
+        enabled: whether sites make fused calls.
         algorithm: the algorithm of all calls, as in `Communicator.all_reduce_add_rms_norm`.
     """
 
@@ -61,7 +65,7 @@ SWITCH = Switch()
 
 
 class Ready:
-    """Normed rows that a site's call computed, and the residual that they are the norm of."""
+    """Normed rows that a site's call computed, and the residual from which it computed them."""
 
     def __init__(self, normed: torch.Tensor, residual: torch.Tensor, site: Site) -> None:
         self.normed = normed
@@ -70,10 +74,10 @@ class Ready:
         self._version = None if torch.compiler.is_compiling() else _version(residual)
 
     def is_norm_of(self, value: torch.Tensor) -> bool:
-        """Returns whether `value` is the residual with unchanged contents.
+        """Returns whether `value` is the residual, with unchanged contents.
 
         The version counter does not count writes through `.data`, and tensors in compiled graphs
-        have none. Therefore a hook that could have written counts as a write.
+        have no version counter. Therefore a hook that could have written counts as a write.
         """
         hooks = (*self.site.later_hooks, *_GLOBAL_LATER_HOOKS)
         if value is not self.residual or _any_hook(hooks):
@@ -85,10 +89,10 @@ class Ready:
 
 @dataclass(eq=False)
 class Norm:
-    """An RMSNorm of the model, with its rounding mode and its stock forward.
+    """One of the model's RMSNorms, with its rounding mode and its stock forward.
 
     Attributes:
-        site: the site that this norm belongs to; None in a copy.
+        site: the site to which this norm belongs; None in a copy of the module.
         ready: rows from a fused call that the next forward may return, or None.
     """
 
@@ -101,13 +105,13 @@ class Norm:
     ready: Ready | None = None
 
     def obstacle(self, value: torch.Tensor) -> str:
-        """Returns why no call can norm a tensor like `value`, or ""; equal on every rank."""
+        """Returns why no call can norm a tensor like `value`, or "". Equal on every rank."""
         weight = self.weight
         if weight is None:
             return "the weight of its norm is sharded, by FSDP for example, when it reduces"
         if value.dtype not in _DTYPES:
             return f"its sum is {value.dtype}: expected float32, float16 or bfloat16"
-        if weight.dtype != value.dtype:  # the model would promote its result
+        if weight.dtype != value.dtype:  # the model's result would be promoted
             return f"its norm has a weight in {weight.dtype}: expected {value.dtype}, as the sum"
         return ""
 
@@ -115,21 +119,22 @@ class Norm:
     def weight(self) -> torch.Tensor | None:
         """The weight as a local tensor; None if this rank does not hold all of it.
 
-        Read at each call: FSDP and the loading of weights replace the parameter.
+        Read at each call, because FSDP and weight loading replace the parameter.
         """
         weight: Any = self.module.weight
         assert isinstance(weight, torch.Tensor)
         return whole_local(weight)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of a reduced tensor: the rows that are ready, or a norm computed now."""
+        """Returns the norm of a reduced tensor: the saved rows if valid, else computed now."""
         ready, self.ready = self.ready, None
         fuses = self.site is not None and self.site.fuses()
         if ready is not None:
             if fuses and ready.is_norm_of(value):
                 return ready.normed
             ready.site.count_unused()
-        # A rank with hooks must get the same bits as its peers, so it does not use the stock norm.
+        # A rank with hooks must compute the same bits as its peers, so it does not use the stock
+        # norm.
         if not fuses or self.obstacle(value):
             return self.stock(value)
         normed, _ = allnorm.add_rms_norm(
@@ -140,7 +145,7 @@ class Norm:
         return normed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Norm:
-        """Returns the norm of a copied module, which computes as without allnorm."""
+        """Returns the norm for a copied module, which computes as it would without allnorm."""
         module = copy.deepcopy(self.module, memo)
         stock = copy.deepcopy(self.stock, memo)
         return Norm(module, self.eps, self.weight_bias, self.numerics, stock)
@@ -156,7 +161,7 @@ class Place:
     module: torch.nn.Module
 
     def obstacle(self) -> str:
-        """Returns the reason that follows from the module's removal or replacement."""
+        """Returns the reason not to fuse after the module was removed or replaced."""
         found = self.parent._modules.get(self.key)
         if found is None:
             return f"{self.name} has been removed from the model"
@@ -169,21 +174,23 @@ class Place:
 
 @dataclass(eq=False)
 class Site:
-    """One reduction of a model.
+    """One of a model's reductions.
 
     Attributes:
         name: the path of the module that reduces, such as "layers.3.self_attn.o_proj".
-        norm: the norm of the sum with the residual; None if no norm follows directly.
+        norm: the norm after the residual is added; None if no norm follows directly.
         post: the norm of the reduced sum before the residual is added, or None.
         is_scaled: whether the model multiplies the sum by a number before it adds the residual.
         link: the communicator; None until a tensor-parallel plan includes the module.
-        reason: why the loaded model does not fuse it; "" if it does.
+        reason: why the loaded model does not fuse this reduction; "" if it does.
         module: the module that reduces.
         places: the modules between the model and the reduction, and between it and the norms.
-        sum_hooks: this rank's hooks that receive the sum before it is added, by module.
-        later_hooks: this rank's hooks that receive the new residual before its norm.
+        sum_hooks: this rank's hooks that receive the sum before the residual is added, as the
+            modules' hook dictionaries.
+        later_hooks: this rank's hooks that receive the new residual before its norm, as such
+            dictionaries.
         calls: number of fused calls in eager mode whose norm was used.
-        unfused_calls: number of other reductions in eager mode.
+        unfused_calls: number of all other calls in eager mode.
         last_obstacle: why the latest reduction was not a fused call; "" if it was.
     """
 
@@ -207,7 +214,7 @@ class Site:
                 norm.site = self
 
     def obstacle(self) -> str:
-        """Returns why the site cannot fuse, or ""; equal on every rank."""
+        """Returns why the site cannot make fused calls, or "". Equal on every rank."""
         if self.reason:
             return self.reason
         for place in self.places:
@@ -216,23 +223,23 @@ class Site:
         return ""
 
     def fuses(self) -> bool:
-        """Returns whether its output may stay a partial sum now; equal on every rank."""
+        """Returns whether the module's output may now stay a partial sum. Equal on every rank."""
         if not SWITCH.enabled or torch.is_grad_enabled():
             return False
-        # Reentrant checkpointing runs the forward of a training step without gradients first.
+        # Reentrant checkpointing first runs a training step's forward without gradients.
         is_training = self.module is not None and self.module.training
         return not is_training and not self.obstacle()
 
     def has_hooks(self) -> bool:
-        """Returns whether hooks on this rank receive the sum before it is added."""
+        """Returns whether hooks on this rank receive the sum before the residual is added."""
         hooks = (*self.sum_hooks, *_GLOBAL_SUM_HOOKS)
         return _any_hook(hooks if self.post is None else (*hooks, *_GLOBAL_LATER_HOOKS))
 
     @property
     def keeps_sum(self) -> bool:
-        """Whether the sum is a result of the same call that a rank without hooks makes.
+        """Whether a rank can get the sum from the same call that a rank without hooks makes.
 
-        With a bias it is: the call adds the bias, and a local call adds the residual.
+        With a bias it can: the call adds the bias, and a local call adds the residual.
         """
         return self._bias() is not None or (self.post is None and not self.is_scaled)
 
@@ -251,16 +258,17 @@ class Site:
         if residual.shape != value.shape or residual.dtype != value.dtype:
             return False
         if self._bias() is not None and (is_normed or scale != 1.0):
-            return False  # the call norms and scales before it adds the bias
+            return False  # the call would norm and scale before it adds the bias
         return not self._find_obstacle(norms, value)
 
     def add(
         self, value: torch.Tensor, residual: torch.Tensor, is_normed: bool, scale: float
     ) -> torch.Tensor:
-        """Makes the fused call: returns the new residual, and stores its normed rows at the norm.
+        """Makes the fused call. Returns the new residual, and saves its normed rows on the norm.
 
-        With a bias, the stock model rounds three times: the sum, the sum plus bias, and the sum
-        with the residual. One call makes two of these roundings, and a local call the third.
+        With a bias, the stock model rounds three times: after the sum, after the bias and after the
+        residual. The collective call makes the first two of these roundings, and a local call makes
+        the third.
         """
         norm = self.norm
         if self._bias() is None or norm is None:
@@ -281,21 +289,21 @@ class Site:
         return summed
 
     def normed(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the post norm of the sum plus bias. Collective."""
+        """Returns the sum plus bias after its post norm. Collective."""
         assert self.post is not None
         normed, summed = self._reduce(value, wants_norm=True)
         self._count("unfused_calls" if normed is None else "calls")
         return self.post.stock(summed) if normed is None else normed
 
     def count_unused(self) -> None:
-        """Counts a fused call whose norm was not used."""
+        """Changes the counters for a fused call whose norm was not used."""
         self._count("calls", -1)
         self._count("unfused_calls")
 
     def _reduce(
         self, value: torch.Tensor, wants_norm: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns the norm of the sum, if a call can compute it, and sum + bias. Collective."""
+        """Returns the norm of the sum (None if no call computes it) and sum + bias. Collective."""
         bias, norm = self._bias(), self.post or self.norm
         is_fused = wants_norm or (self.keeps_sum and not (self.is_scaled and self.post is None))
         if norm is not None and is_fused and not self._find_obstacle([norm], value):
@@ -303,7 +311,7 @@ class Site:
                 residual = bias.expand_as(value)
             elif self.post is not None:
                 residual = None
-            else:  # adds nothing; peers may pass the model's residual
+            else:  # -0.0 adds nothing; peers may pass the model's residual
                 residual = value.new_full(value.shape[-1:], -0.0).expand_as(value)
             return self._call(value, residual, norm)
         assert self.link is not None
@@ -338,7 +346,7 @@ class Site:
         return results
 
     def _find_obstacle(self, norms: list[Norm], value: torch.Tensor) -> str:
-        """Returns why these norms cannot be part of a call, or ""; stores it for the report."""
+        """Returns why these norms cannot be part of a call, or ""; the report shows it too."""
         found = next((reason for norm in norms if (reason := norm.obstacle(value))), "")
         if not torch.compiler.is_compiling():
             self.last_obstacle = found
@@ -362,12 +370,12 @@ class Site:
         return whole
 
     def _count(self, what: str, more: int = 1) -> None:
-        # Compiled graphs would be recompiled when the counter changes.
+        # A change of the counter would make torch.compile recompile the graph.
         if not torch.compiler.is_compiling():
             setattr(self, what, getattr(self, what) + more)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        """Returns the site of a copied model, if this one has no communicator yet."""
+        """Returns the site for a copied model. Raises if this site already has a communicator."""
         if self.link is not None:
             raise TypeError(
                 f"{self.name} belongs to a communicator: a model with fused sites cannot be "
@@ -377,12 +385,12 @@ class Site:
 
 
 def _version(value: torch.Tensor) -> int | None:
-    """Returns the version counter of a tensor; None if it has none."""
+    """Returns a tensor's version counter; None if it has none."""
     return None if value.is_inference() else value._version
 
 
 def _tracked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `call` whose results have version counters, which inference tensors lack."""
+    """Wraps `call` so that its results have version counters, which inference tensors lack."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return call
 
@@ -396,7 +404,7 @@ def _tracked(call: Callable[..., Any]) -> Callable[..., Any]:
 def _any_hook(hooks: _Hooks) -> bool:
     """Returns whether a hook may keep or change its arguments."""
     for of_module in hooks:
-        if of_module:  # called at every site, so it is fast without hooks
+        if of_module:  # runs at every site, so it must be fast without hooks
             for hook in of_module.values():
                 if not str(getattr(hook, "__module__", "")).startswith(_TRUSTED_HOOKS):
                     return True
@@ -404,7 +412,7 @@ def _any_hook(hooks: _Hooks) -> bool:
 
 
 def _in_graph_or_break(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `call`, outside of compiled graphs if the algorithm is not "auto"."""
+    """Returns `call`, kept out of compiled graphs if the algorithm is not "auto"."""
     if torch.compiler.is_compiling() and SWITCH.algorithm != "auto":
         return torch.compiler.disable(call)  # operators have no argument for the algorithm
     return call

@@ -1,7 +1,7 @@
 """Tensor-parallel styles and expert parallelism that leave the sum over ranks to the next norm.
 
-They replace the stock classes in the registries of transformers. They differ from the stock classes
-only in inference, and only for modules that have a site.
+They replace the stock classes in transformers' registries. They differ from the stock classes only
+in inference, and only for modules that have a site.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import Site
 from allnorm.integrations.transformers.wiring import SITE
 
-# Communicators by group name. They outlive their models: either all ranks must make a communicator
-# or none, but the garbage collector frees a model at different times on different ranks.
+# Communicators, keyed by group name. They outlive their models: either all ranks must create a
+# communicator or none, but the garbage collector frees a model at a different time on each rank.
 _links: dict[str, allnorm.Communicator] = {}
 
 
 class _LeavesTheSum(stock.TensorParallelLayer):
-    """A mixin for styles whose output is a sum over ranks: in inference it stays a partial sum."""
+    """A mixin for styles whose output is a sum over ranks, and stays a partial sum in inference."""
 
     def install_forward(self, module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-        """Gives the site of the module its communicator; then does what the stock style does."""
+        """Gives the module's site its communicator, then calls the stock method."""
         link_site(module, mesh)
         return super().install_forward(module, mesh)
 
     def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-        """Returns a partial sum in inference; else what the stock style returns."""
+        """Returns a partial sum in inference; otherwise calls the stock method."""
         is_local = isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
         if is_local and self.should_use_local_tensors(module):
             site = fusing_site(module)
@@ -46,14 +46,14 @@ class _LeavesTheSum(stock.TensorParallelLayer):
 
 
 class FusedRowwise(_LeavesTheSum, stock.RowwiseParallel):
-    """The styles `rowwise` and `rowwise_split_input`: shard the weight along its input dimension.
+    """The styles `rowwise` and `rowwise_split_input`, which shard the weight's input dimension.
 
-    As in the stock style, the GEMM omits the bias, which is added to the sum.
+    As in the stock style, the GEMM omits the bias, which is added to the sum instead.
     """
 
 
 class FusedExperts(_LeavesTheSum, stock.MoeExpertsParallel):
-    """The style `moe_tp_experts`: each rank has a shard of every expert."""
+    """The style `moe_tp_experts`: each rank holds a shard of every expert."""
 
 
 class FusedAllReduceEP(expert_parallel.AllReduceEP):
@@ -67,7 +67,7 @@ class FusedAllReduceEP(expert_parallel.AllReduceEP):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Any:
-        """Returns a partial sum in inference; else what the stock implementation returns."""
+        """Returns a partial sum in inference; otherwise calls the stock implementation."""
         site = fusing_site(self._experts)
         if site is None:
             return super().__call__(hidden_states, top_k_index, top_k_weights)
@@ -89,7 +89,7 @@ class FusedAutoEP(expert_parallel.AutoEP):
 
 
 def registries() -> list[tuple[Any, dict[str, Any]]]:
-    """Returns the registries of transformers and the entries to replace in each."""
+    """Returns transformers' registries, and the entries to replace in each."""
     split = FusedRowwise(input_layouts=Replicate(), output_layouts=Replicate())
     styles = {
         "rowwise": FusedRowwise(input_layouts=Shard(-1), output_layouts=Replicate()),
@@ -104,7 +104,7 @@ def registries() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def fusing_site(module: torch.nn.Module) -> Site | None:
-    """Returns the site of a module if its output may stay a partial sum now; equal on all ranks."""
+    """Returns a module's site if its output may now stay a partial sum. Equal on all ranks."""
     site: Site | None = getattr(module, SITE, None)
     return site if site is not None and site.fuses() else None
 
@@ -125,7 +125,7 @@ def leave_sum(value: torch.Tensor, site: Site) -> PartialSum | torch.Tensor:
 
 
 def link_site(module: torch.nn.Module, mesh: Any) -> None:
-    """Gives the site of a module its communicator. Collective."""
+    """Gives a module's site its communicator. Collective."""
     site: Site | None = getattr(module, SITE, None)
     if site is None:
         warnings.warn(
@@ -142,16 +142,16 @@ def link_site(module: torch.nn.Module, mesh: Any) -> None:
 
 
 def _communicator(group: dist.ProcessGroup, device_type: str) -> allnorm.Communicator:
-    """Returns the communicator of a group. Collective.
+    """Returns a group's communicator. Collective.
 
-    The communicator is kept until the group ends or any rank cannot use it any more.
+    The communicator is kept until the group ends or some rank can no longer use it.
     """
     device = torch.device(device_type)
     if device_type == "cuda":  # transformers has bound this process to its GPU
         device = torch.device("cuda", torch.cuda.current_device())
     link = _links.get(group.group_name)
-    # All ranks have a communicator for a group of this name, or none has. But one rank may have
-    # closed its communicator, and ranks may detect a failure on CUDA at different times.
+    # Either all ranks have a communicator for a group with this name or none has. But one rank may
+    # have closed its communicator, and on CUDA ranks may detect a failure at different times.
     if link is None or not _all_can_use(link, group, device):
         with torch.device("cpu"):  # models may be built with "meta" as the default device
             link = allnorm.Communicator(group, device)
@@ -165,7 +165,7 @@ def _all_can_use(
     """Returns whether every rank can use `link` for `group`. Collective."""
     try:
         link.check()
-        usable = link.group == group  # an earlier group of the same name may have been destroyed
+        usable = link.group == group  # an earlier group with this name may be destroyed
     except AllnormError:
         usable = False
     answer = torch.tensor([usable], dtype=torch.int32, device=device)

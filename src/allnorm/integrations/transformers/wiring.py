@@ -1,4 +1,4 @@
-"""Finds the sites of a model in its constructor, and makes its norms return sites' normed rows."""
+"""Finds a model's sites in its constructor, and makes its norms return the sites' normed rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from allnorm.integrations.transformers.families import FAMILIES, Family, Layout
 from allnorm.integrations.transformers.partial import PartialSum
 from allnorm.integrations.transformers.sites import Norm, Place, Site
 
-# The attributes of a module with its site, and of a model with the list of its sites.
+# The attribute in which a module keeps its site, and in which a model keeps the list of its sites.
 SITE = "_allnorm_site"
 SITES = "_allnorm_sites"
 
 
 def wired_constructors() -> Iterator[tuple[Any, Callable[..., None]]]:
-    """Yields each family's model class and a constructor for it that also wires the model.
+    """Yields each family's model class, with a constructor for it that also wires the model.
 
-    `AutoModel` and the classes with a head run the same constructor.
+    `AutoModel` and the classes with a head use the same constructor.
     """
     for family in FAMILIES:
         name = f"transformers.models.{family.package}.modeling_{family.package}"
@@ -36,14 +36,14 @@ def _wired_constructor(model_class: Any, family: Family) -> Callable[..., None]:
     @functools.wraps(stock)
     def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         stock(self, *args, **kwargs)
-        if type(self) is model_class:  # the forward of a subclass is unknown
+        if type(self) is model_class:  # a subclass may have a different forward
             setattr(self, SITES, wire(self, family))
 
     return __init__
 
 
 def wire(model: Any, family: Family) -> list[Site]:
-    """Gives each reducing module of a model its site; returns them in the order of execution."""
+    """Gives each of a model's reducing modules a site; returns the sites in execution order."""
     sites = []
     layers, layout = list(model.layers), family.layout
     last_norm = "norm" if layout.final else ""
@@ -62,17 +62,17 @@ def wire(model: Any, family: Family) -> list[Site]:
 
 
 def _tails(layer: Any, layout: Layout) -> list[tuple[str, str]]:
-    """Returns the modules of a layer's MLP whose output is reduced, and the post norm of each."""
-    if hasattr(layer, "experts"):  # Gemma 4 has experts and an MLP, with a post norm for each
+    """Returns the modules after a layer's attention that reduce, each with its post norm."""
+    if hasattr(layer, "experts"):  # Gemma 4 has both experts and an MLP, each with a post norm
         posts = [f"{layout.mlp_post}_{number}" for number in (1, 2)]
         return list(zip(("mlp.down_proj", "experts"), posts, strict=True))
     return [("mlp.experts" if hasattr(layer.mlp, "experts") else "mlp.down_proj", layout.mlp_post)]
 
 
 def _site(model: Any, path: str, norm: str, post: str, family: Family) -> Site:
-    """Makes the site of a reducing module; arguments are paths in the model, "" for none."""
+    """Creates a reducing module's site; arguments are paths in the model, "" for none."""
     layer = ".".join(path.split(".")[:2])
-    # Outermost first. Only hooks of modules inside the layer receive the sum.
+    # Outermost module first. Only hooks on modules inside the layer receive the sum.
     way = {place.name: place for place in _way(model, path)}
     inside = [place.module for name, place in way.items() if name.startswith(f"{layer}.")]
     sum_hooks = [hooks for module in inside for hooks in _output_hooks(module)]
@@ -100,7 +100,7 @@ def _site(model: Any, path: str, norm: str, post: str, family: Family) -> Site:
 
 
 def _way(model: Any, path: str) -> Iterator[Place]:
-    """Yields the modules on the path from the model to one of its modules."""
+    """Yields the modules along the path from the model to one of its submodules."""
     parent, name = model, ""
     for key in path.split("."):
         name = f"{name}.{key}" if name else key
@@ -110,7 +110,7 @@ def _way(model: Any, path: str) -> Iterator[Place]:
 
 
 def _output_hooks(module: Any) -> tuple[dict[int, Any], ...]:
-    """Returns the forward and backward hooks that receive the module's result."""
+    """Returns the module's forward and backward hooks that receive its result."""
     return module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
 
 

@@ -1,8 +1,8 @@
-"""The vLLM plugin: fuses reductions of tensor-parallel engines wherever allnorm is installed.
+"""The vLLM plugin: fuses tensor-parallel engines' reductions wherever allnorm is installed.
 
 vLLM calls `register()` in every process, through the entry point "allnorm" of the group
 `vllm.general_plugins`. It patches vLLM at the seams in `allnorm.integrations.vllm.seams`. Each
-patch is applied after vLLM imports the module, so that no module of vLLM is imported early.
+patch is applied after vLLM imports the module, so none of vLLM's modules is imported early.
 
 docs/vllm.md lists what is fused, how to switch it off, and the log messages.
 """
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 
-LOGGER = "vllm.allnorm"  # a child of vLLM's logger, so that its users see the messages
+LOGGER = "vllm.allnorm"  # a child of vLLM's logger, so its users see the messages
 _registered = False
 
 
 def register() -> None:
     """Installs the plugin's patches, or logs once why it does not. Idempotent.
 
-    Never raises, and imports no module of vLLM. Not collective.
+    Never raises, and imports none of vLLM's modules. Not collective.
     """
     global _registered
     if _registered:

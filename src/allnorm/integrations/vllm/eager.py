@@ -17,10 +17,10 @@ _Helper = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def patch_helper(module: ModuleType, name: str, weight_bias: float) -> None:
-    """Replaces a helper by one that fuses where it can. Idempotent.
+    """Replaces a helper with one that makes a fused call where possible. Idempotent.
 
     Args:
-        module: the module that defines the helper; other modules import it from there later.
+        module: the module that defines the helper, from which other modules import it later.
         name: the name of the helper, `(hidden_states, residual, norm) -> (normed, residual)`.
         weight_bias: the number that its norm adds to the weight.
     """
@@ -36,7 +36,7 @@ def _fused(stock: _Helper, weight_bias: float) -> _Helper:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         communicator = engine.communicator_for_eager()
         mode = ""
-        if communicator is not None and not more and not named:  # other arguments are unknown
+        if communicator is not None and not more and not named:  # others are unknown
             mode = _mode_if_known(hidden_states, residual, norm, weight_bias)
         if communicator is None or not mode:
             return stock(hidden_states, residual, norm, *more, **named)
@@ -56,10 +56,10 @@ def _fused(stock: _Helper, weight_bias: float) -> _Helper:
 def _mode_if_known(
     hidden_states: torch.Tensor, residual: torch.Tensor | None, norm: Any, weight_bias: float
 ) -> str:
-    """Returns the rounding mode of the norm; empty if allnorm does not compute such a norm.
+    """Returns the norm's rounding mode; empty if allnorm cannot compute the norm.
 
-    Depends only on the model and its shapes, so it is equal on every rank. Logs one warning if
-    vLLM's objects are not as expected.
+    The result depends only on the model and its shapes, so it is equal on every rank. Logs one
+    warning if vLLM's objects are not as expected.
     """
     try:
         if residual is None or not _can_fuse(hidden_states, residual, norm):
@@ -68,7 +68,7 @@ def _mode_if_known(
         float32_weight = weight_bias != 0.0 or norm.weight.dtype == torch.float32
         provider = _provider(hidden_states, residual, norm, float32_weight)
         return mode_of(provider, float32_weight=float32_weight)
-    except Exception as error:  # noqa: BLE001 - vLLM's own helper computes the norm then
+    except Exception as error:  # noqa: BLE001 - vLLM's own helper then computes the norm
         engine.STATE.announcer.warning(
             f"norms of class {type(norm).__name__} are not fused: {in_words(error)}"
         )
@@ -90,7 +90,7 @@ def _can_fuse(hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any) ->
 def _provider(
     hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any, float32_weight: bool
 ) -> str:
-    """Returns the name of the implementation that computes the norm when it is not fused."""
+    """Returns the name of the implementation that computes the unfused norm."""
     from vllm.ir.op import IrOp
 
     weight = norm.weight.float() if float32_weight else norm.weight

@@ -1,8 +1,8 @@
-"""The plugin's state in a worker process: the communicator, or why there is none, and the reports.
+"""The plugin's state in a worker process: the communicator, or why it is missing, and the reports.
 
 All ranks of a tensor-parallel group decide alike. The engine's configuration is equal in all
-workers, `engine_communicator` compares the ranks' obstacles, and for each graph there is a verdict
-of all ranks that compile it. Nothing raises into the engine.
+workers, `engine_communicator` compares the ranks' obstacles, and the ranks that compile a graph
+reach a common verdict on it. No exception reaches the engine.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class State:
 
     Attributes:
         vllm_config: the engine's configuration; None outside workers.
-        outcome: the ranks' decision; None until they decided.
+        outcome: the ranks' decision; None until they have decided.
         verdicts: the ranks' verdicts on each graph; None without a communicator.
-        word: a part of the cache keys, equal on all ranks: see `generation`.
+        word: a random part of the cache keys, equal on all ranks: see `generation`.
         place: the file that stores the word; None on ranks that do not store it.
         graphs: number of graphs that the pass received.
         reports: reports of all graphs except those that a verdict left unfused.
         unfused: reasons why graphs run unfused on all ranks.
-        broken: which patch failed, if this rank must not fuse because of that.
+        broken: which patch failed, if this rank therefore must not fuse; otherwise empty.
     """
 
     vllm_config: Any = None
@@ -64,10 +64,10 @@ STATE = State()
 
 
 def start(vllm_config: Any) -> None:
-    """Stores the configuration; makes the communicator if compiled graphs will use it. Collective.
+    """Stores the configuration; creates the communicator if compiled graphs use it. Collective.
 
-    Every worker calls this after the groups exist and before the model is loaded, even if its
-    compiled code comes from a cache. Never raises.
+    Every worker calls this function after the groups exist and before the model is loaded, even if
+    its compiled code comes from a cache. Never raises.
     """
     STATE.vllm_config = vllm_config
     STATE.outcome = STATE.verdicts = STATE.place = None
@@ -92,7 +92,7 @@ def compiles(vllm_config: Any) -> bool:
 
 
 def communicator_for_eager() -> allnorm.Communicator | None:
-    """Returns the communicator for eager models. Collective at the first call. Never raises."""
+    """Returns the communicator for eager models. The first call is collective. Never raises."""
     if STATE.outcome is None:
         config = STATE.vllm_config
         try:
@@ -105,7 +105,7 @@ def communicator_for_eager() -> allnorm.Communicator | None:
 
 
 def communicator() -> allnorm.Communicator | None:
-    """Returns this engine's communicator; None before the ranks agreed, or if nothing is fused."""
+    """Returns the engine's communicator; None before the ranks agree, or if nothing is fused."""
     return None if STATE.outcome is None else STATE.outcome.communicator
 
 
@@ -119,11 +119,11 @@ def _give_up(error: Exception) -> None:
 
 
 def _agree() -> None:
-    """Asks all ranks of the tensor-parallel group whether to fuse; makes the communicator."""
+    """Agrees with the tensor-parallel group's ranks whether to fuse; creates the communicator."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group, sizes = get_tp_group(), _Sizes()
-    # An error of this rank alone must become an obstacle, because its peers wait for its answer.
+    # An error on this rank alone must become an obstacle, because its peers wait for its reply.
     obstacle = STATE.broken or attempt(lambda: sizes.read(STATE.vllm_config, group))
     STATE.outcome = engine_communicator(
         group.device_group,
@@ -134,7 +134,7 @@ def _agree() -> None:
         obstacle=obstacle,
     )
     if STATE.outcome.communicator is not None:
-        atexit.register(_stop)  # before Python unloads the modules that closing needs
+        atexit.register(_stop)  # runs before Python unloads the modules that closing needs
         mine = "" if sizes.place is None else generation.take(sizes.place)
         STATE.verdicts, reason, STATE.word = open_verdicts(group.device_group, mine)
         STATE.place = sizes.place
@@ -147,7 +147,7 @@ def _agree() -> None:
 
 @dataclass
 class _Sizes:
-    """The communicator's arguments, and on rank 0 the file with the word."""
+    """The communicator's arguments and, on rank 0, the file that stores the word."""
 
     hidden_size: int = 0
     max_tokens: int = 0
@@ -163,7 +163,7 @@ class _Sizes:
             self.place = generation.place_of(config, group)
         if compiles(config):
             importlib.import_module("allnorm.integrations.vllm.graph_pass")
-            fingerprint(*_PACKAGES)  # now: an error would be fatal when vLLM reads the cache key
+            fingerprint(*_PACKAGES)  # early: when vLLM reads the cache key, an error would be fatal
         return switch.obstacle(config)
 
 
@@ -174,7 +174,7 @@ def _stop() -> None:
 
 
 def logs_for_group() -> bool:
-    """Returns whether this is the rank that logs the messages of its tensor-parallel group."""
+    """Returns whether this rank logs the messages for its tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().rank_in_group) == 0
@@ -207,12 +207,12 @@ def ready() -> None:
                 )
         fused, text = summary(mine.world_size)
         (STATE.announcer.info if fused else STATE.announcer.warning)(text)
-    except Exception as error:  # noqa: BLE001 - the engine is ready
+    except Exception as error:  # noqa: BLE001 - only the log message is missing
         STATE.announcer.warning(f"cannot list the fused sites: {in_words(error)}")
 
 
 def summary(world: int) -> tuple[bool, str]:
-    """Returns False if nothing is fused in the compiled graphs, and the line to log."""
+    """Returns whether anything is fused or may be (False: nothing is), and the line to log."""
     if not compiles(STATE.vllm_config):
         return True, f"norms of an eager model are fused over {world} ranks"
     if STATE.graphs == 0:
@@ -243,7 +243,7 @@ _PACKAGES = ("allnorm.compile", "allnorm.integrations.vllm")
 
 
 def key() -> str:
-    """Returns a cache key of all that compiled code depends on: sources, version, communicator."""
+    """Returns a cache key that covers the sources, the version and the communicator."""
     mine = communicator()
     if mine is None:
         return f"allnorm {allnorm.__version__} off"

@@ -13,14 +13,14 @@ NAME = "AllReduceFusionPass"
 
 
 def patch_pass_manager(module: ModuleType) -> None:
-    """Replaces vLLM's pass by a choice between it and allnorm's. Idempotent."""
+    """Replaces vLLM's pass with a choice between vLLM's and allnorm's pass. Idempotent."""
     stock = getattr(module, NAME, None)  # vLLM imports it only on CUDA
     if stock is not None and not isinstance(stock, _Choice):
         setattr(module, NAME, _Choice(stock))
 
 
 class _Choice:
-    """A factory of passes: vLLM's own if allnorm cannot fuse and vLLM would, else allnorm's."""
+    """Creates passes: vLLM's own if vLLM would fuse and allnorm cannot; otherwise allnorm's."""
 
     def __init__(self, stock: Callable[[Any], Any]) -> None:
         self.stock = stock
@@ -28,7 +28,8 @@ class _Choice:
     def __call__(self, vllm_config: Any) -> Any:
         try:
             if engine.communicator() is not None or not switch.stock_default(vllm_config):
-                # If there is a communicator, every rank has imported this before the agreement.
+                # If a communicator exists, every rank has imported this module before the
+                # agreement.
                 from allnorm.integrations.vllm.graph_pass import AllnormFusionPass
 
                 return AllnormFusionPass(vllm_config)

@@ -1,10 +1,10 @@
-"""Reuses compiled code only of earlier starts in which all ranks succeeded.
+"""Reuses compiled code only from earlier starts in which all ranks succeeded.
 
-vLLM keeps a compile cache per rank. If a rank of an earlier start was interrupted, or a verdict
-left a graph unfused, the cached code of different ranks may not fit together. Therefore the cache
-keys contain a random word. One rank of the group stores the word in a file once the engine is ready
-and no verdict left a graph unfused. Each start removes the file and writes it again when the start
-succeeds. Without a file, all ranks use a new word and compile everything again.
+vLLM keeps a compile cache per rank. If a rank was interrupted in an earlier start, or a verdict
+left a graph unfused, the code in different ranks' caches may not match. Therefore the cache keys
+contain a random word. One rank of the group stores the word in a file once the engine is ready
+and no verdict left a graph unfused. Each start removes the file, and writes it again when the start
+has succeeded. Without a file, all ranks use a new word and recompile everything.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 
 def place_of(vllm_config: Any, group: Any) -> pathlib.Path:
-    """Returns the word's file, inside vLLM's cache, so that deleting the cache deletes it too."""
+    """Returns the path of the word's file: in vLLM's cache, so it is deleted with the cache."""
     from vllm import envs
 
-    # Called before the communicator exists: afterwards compute_hash() depends on the word itself.
+    # Called before the communicator exists, because compute_hash() later depends on the word
+    # itself.
     traits = (
         vllm_config.compute_hash(),
         list(group.ranks),
@@ -31,7 +32,7 @@ def place_of(vllm_config: Any, group: Any) -> pathlib.Path:
 
 
 def take(place: pathlib.Path) -> str:
-    """Removes and returns the stored word; a new word if there is none or it cannot be removed."""
+    """Removes and returns the stored word; returns a new word if that is impossible."""
     try:
         word = place.read_text(encoding="ascii")
         place.unlink()

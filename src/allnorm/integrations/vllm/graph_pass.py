@@ -1,4 +1,4 @@
-"""Fuses the graphs that vLLM compiles. Imports vLLM, so only import this where vLLM runs."""
+"""Fuses the graphs that vLLM compiles. Import this module only where vLLM runs: it imports vLLM."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ _OPERATOR = "vllm::all_reduce"
 class AllnormFusionPass(VllmInductorPass):
     """A pass that fuses the reductions over the tensor-parallel group, for every batch size.
 
-    The communicator is not an attribute of the pass, because Inductor copies its passes.
+    The communicator is not an attribute of the pass, because Inductor copies passes.
     """
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
-        """Returns whether there is a communicator; batch sizes do not matter."""
+        """Returns whether the engine has a communicator; batch sizes do not matter."""
         return engine.communicator() is not None
 
     @VllmInductorPass.time_and_log
     def __call__(self, graph: fx.Graph) -> None:
         """Fuses a graph if all ranks that compile it can; otherwise leaves it unchanged.
 
-        Collective among these ranks. Waits for a limited time: see `allnorm.core.verdicts`.
+        Collective among the ranks that compile it. Waits for a limited time: see
+        `allnorm.core.verdicts`.
 
         Raises:
             AllnormError: this rank cannot fuse the graph, but its peers have fused it already.
@@ -49,10 +50,10 @@ class AllnormFusionPass(VllmInductorPass):
         try:
             saved = _append(fx.Graph(), graph)
             report = _fuse(graph, communicator)
-            # All that must be equal on all ranks in the fused calls.
+            # The parts of the fused calls that must be equal on all ranks.
             made = "; ".join(f"{site.numerics} {site.quant}" for site in report.sites)
             answer = Answer(result=made)
-        except Exception as error:  # noqa: BLE001 - sent to all ranks, so that no rank fuses
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, so none fuses
             answer = Answer(obstacle=in_words(error))
         # A graph without reductions makes no fused call, so ranks may handle it differently.
         reason = verdicts.decide(reductions, answer) if reductions else answer.obstacle
@@ -68,8 +69,8 @@ class AllnormFusionPass(VllmInductorPass):
     def uuid(self) -> str:
         """Returns the cache key for Inductor.
 
-        It differs per rank: a rank that used a peer's cached code would not take part in the
-        verdict.
+        The key differs between ranks, because a rank that used a peer's cached code would not take
+        part in the verdict.
         """
         return f"{engine.key()} rank {get_tp_group().rank_in_group}"
 
@@ -91,9 +92,9 @@ def _fuse(graph: fx.Graph, communicator: allnorm.Communicator) -> FusionReport:
 
 
 def _reductions(graph: fx.Graph) -> str:
-    """Returns a key of the graph that is equal on all ranks: its reductions.
+    """Returns a key for the graph that is equal on all ranks: a description of its reductions.
 
-    Other parts may differ between ranks: constants do, and only one rank may add a bias.
+    Other parts may differ between ranks, such as constants, or a bias that only one rank adds.
     """
 
     def described(value: Any) -> str:

@@ -15,7 +15,7 @@ from allnorm.integrations.vllm.late import when_imported
 
 
 def install() -> None:
-    """Patches each seam after vLLM imports it. If vLLM lacks required seams, logs their names."""
+    """Patches each seam after vLLM imports its module. Logs which required seams vLLM lacks."""
     missing = seams.missing()
     first = multiprocessing.parent_process() is None  # workers do not repeat the messages
     if missing:
@@ -50,10 +50,10 @@ _LEFT_ALONE = (
 
 
 def _without(unfused: str, needed: str = "") -> Callable[[Exception], None]:
-    """Returns a handler for a patch that fails: it logs the error, and the engine continues.
+    """Returns a handler for a failed patch, which logs the error and lets the engine continue.
 
-    `unfused` is a text for the log that names what is not fused without the patch. `needed` is the
-    module's name if no rank of the group may fuse without the patch.
+    `unfused` is a log message that names what is not fused without the patch. `needed` is the
+    module's name if no rank in the group may fuse without the patch; otherwise it is empty.
     """
 
     def failed(error: Exception) -> None:
@@ -82,7 +82,7 @@ def _patch_worker(module: ModuleType) -> None:
 
 
 def _after(owner: Any, name: str, then: Callable[..., Any]) -> None:
-    """Makes a function return `then(result, *arguments)` instead of its result. Idempotent."""
+    """Makes a function return `then(result, *arguments)` instead of `result`. Idempotent."""
     stock = getattr(owner, name)
     if hasattr(stock, "allnorm_stock"):
         return

@@ -1,7 +1,7 @@
 """Runs actions when a module is imported later.
 
-If an action raised an exception, the engine's import statement would raise it. Exceptions are
-passed to a handler instead.
+An exception in an action would make the engine's import statement raise. It is therefore passed to
+a handler instead.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Action = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, action: Action, failed: Callable[[Exception], None]) -> None:
-    """Calls `action` with a module after its import; immediately if it is imported already.
+    """Calls `action` with a module after its import; immediately if it is already imported.
 
-    If `action` raises an exception, `failed` is called with it.
+    If `action` raises an exception, `failed` is called with the exception.
     """
 
     def guarded(module: ModuleType) -> None:
         try:
             action(module)
-        except Exception as error:  # noqa: BLE001 - the import is the engine's
+        except Exception as error:  # noqa: BLE001 - the engine's import must succeed
             failed(error)
 
     module = sys.modules.get(name)
@@ -38,7 +38,7 @@ def when_imported(name: str, action: Action, failed: Callable[[Exception], None]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A meta path finder that lets the other finders find a module, and wraps its loader."""
+    """A meta path finder that lets the other finders find a module, then wraps its loader."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}
@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _follow(loader: importlib.abc.Loader, actions: list[Action]) -> None:
-    """Makes a loader call the actions the next time that it executes a module."""
+    """Makes a loader call the actions after the next time it executes a module."""
 
     def exec_module(module: ModuleType) -> None:
         del loader.__dict__["exec_module"]  # other code may inspect the loader

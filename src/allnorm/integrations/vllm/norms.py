@@ -1,12 +1,12 @@
 """Decompositions of vLLM's norm operators, for the graph pass.
 
-vLLM lowers a norm operator to one of several implementations, which round differently. "native" is
-a PyTorch function, which is traced. The kernels of vLLM's C extension round the sum and multiply by
+vLLM lowers a norm operator to one of multiple implementations, which round differently. "native" is
+a PyTorch function, and is traced. The kernels of vLLM's C extension round the sum, and multiply by
 the weight in float32. Norms with other implementations are not fused.
 
-Inductor computes a kernel in float32 from its loads to its stores. Unless `emulate_precision_casts`
-is set, compiled code therefore lacks the native function's rounding before the weight, as
-benchmarks/engines/vllm_rounding.py measures.
+Inductor's kernels compute in float32 from their loads to their stores. Unless
+`emulate_precision_casts` is set, compiled code therefore does not round before the weight, unlike
+the native function. benchmarks/engines/vllm_rounding.py measures the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES = ("rms_norm", "fused_add_rms_norm")
 
 
 def decompositions() -> dict[str, Callable[..., Any]]:
-    """Returns the decompositions by operator name; empty if vLLM has no such operators."""
+    """Returns the decompositions, keyed by operator name; empty if vLLM lacks these operators."""
     try:
         from vllm.ir.op import IrOp
     except ImportError:
@@ -31,7 +31,7 @@ def decompositions() -> dict[str, Callable[..., Any]]:
 
 
 class _Lowered:
-    """A decomposition of an operator: calls the implementation that vLLM will lower it to."""
+    """An operator's decomposition: calls the implementation to which vLLM will lower it."""
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -46,9 +46,9 @@ class _Lowered:
 
 
 def _as_compiled(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns arguments with which the native function rounds as its compiled version does.
+    """Returns arguments that make the native function round like its compiled version.
 
-    With a float32 weight, the function multiplies in float32 and rounds once.
+    If the weight is float32, the native function multiplies in float32 and rounds once.
     """
     from torch._inductor import config
 
@@ -78,7 +78,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def mode_of(provider: str, *, float32_weight: bool) -> str:
-    """Returns the rounding mode of an implementation in eager mode; empty if unknown."""
+    """Returns an implementation's rounding mode in eager mode; empty if unknown."""
     if provider == "native":
         return "unrounded" if float32_weight else "vllm"
     return "rounded" if provider == "vllm_c" else ""

@@ -1,15 +1,17 @@
 """Decompositions of vLLM's quantization kernels, for the graph pass.
 
-If the custom operator `quant_fp8` is enabled, each quantization is a mutating operator of the C
-extension inside `auto_functionalized`. The functions here return what the operator stores. If
-`quant_fp8` is disabled, the graph contains PyTorch operators, which the pass evaluates.
+If the custom operator `quant_fp8` is enabled, each quantization is one of the C extension's
+mutating operators inside `auto_functionalized`. The functions here return the values that the
+operator stores. If `quant_fp8` is disabled, the graph contains PyTorch operators, which the pass
+evaluates.
 
 vLLM quantizes groups with the same operations as allnorm. With a static scale it multiplies by the
-reciprocal, and per-token scales are at least 1 / (448 * 512). These two need `approximate_quant`,
-which documents the differences.
+reciprocal, and its per-token scales are at least 1 / (448 * 512). These two kinds need
+`approximate_quant`; the documentation of that argument describes the differences.
 
-NVFP4 and MXFP8 are always operators. MXFP8 is fused with tiled scales, NVFP4 with both layouts.
-vLLM's NVFP4 multiplies by an approximate reciprocal, so a few scales are the adjacent number.
+NVFP4 and MXFP8 are always operators. MXFP8 is fused only with tiled scales, NVFP4 with both
+layouts. vLLM's NVFP4 multiplies by an approximate reciprocal, so a few of its scales are the
+adjacent number.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _LEAST_SCALE = 1 / (_MAX * 512)
 
 
 def decompositions() -> dict[str, Callable[..., Any]]:
-    """Returns the decompositions by operator name."""
+    """Returns the decompositions, keyed by operator name."""
     return {
         "_C::static_scaled_fp8_quant": _static,
         "_C::dynamic_per_token_scaled_fp8_quant": _per_token,

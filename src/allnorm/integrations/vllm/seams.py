@@ -1,7 +1,7 @@
 """Lists the places in vLLM that the plugin relies on, and checks that the installed vLLM has them.
 
-They are looked up in vLLM's source files. Importing them would take seconds in processes that never
-need them, and would initialize vLLM's platform too early.
+They are looked up in vLLM's source files. Importing the modules would take seconds in processes
+that never need them, and would initialize vLLM's platform too early.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seam:
-    """A name in a module of vLLM.
+    """A name in one of vLLM's modules.
 
     Attributes:
         module: the dotted name of the module.
@@ -38,13 +38,13 @@ class Seam:
 
 @dataclass(frozen=True)
 class Option:
-    """Alternative seams, at least one of which vLLM must have for one kind of norm to be fused.
+    """Alternative seams. vLLM must have at least one of them for some kind of norm to be fused.
 
     Attributes:
-        unfused: text for the log that names what is not fused without them.
-        alternatives: one seam per generation of vLLM.
-        needs: seams that every alternative also needs.
-        weight_bias: for helpers of eager models, the number that the norm adds to the weight.
+        unfused: a log message that names what is not fused without them.
+        alternatives: one seam per vLLM version that differs here.
+        needs: further seams that are needed with any of the alternatives.
+        weight_bias: for eager models' helpers, the number that the norm adds to the weight.
     """
 
     unfused: str
@@ -74,7 +74,7 @@ WORKER = "vllm.v1.worker.gpu_worker"
 GEMMA_HELPER = "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm"
 _PARALLEL_STATE = "vllm.distributed.parallel_state"
 _LAYERNORM = "vllm.model_executor.layers.layernorm"
-# Modules of the helper for plain norms in vLLM 0.33 and in 0.26.
+# The modules that define the helper for plain norms, in vLLM 0.33 and in 0.26.
 PLAIN_HELPERS = (
     "vllm.models.common.ops.fused_allreduce_rms_norm",
     "vllm.models.deepseek_v32.nvidia.fused_ops",
@@ -83,13 +83,13 @@ _HELPED = ("hidden_states", "residual", "norm")
 
 # If one of these is missing, nothing is fused.
 REQUIRED = (
-    # What the plugin replaces or extends.
+    # Names that the plugin replaces or extends.
     Seam(CONFIG, "OPTIMIZATION_LEVEL_TO_CONFIG"),
     Seam(PASS_CONFIG, "PassConfig.compute_hash"),
     Seam(PASS_MANAGER, "AllReduceFusionPass"),
     Seam(WORKER, "init_worker_distributed_environment", ("vllm_config", "rank")),
     Seam(WORKER, "Worker.compile_or_warm_up_model"),
-    # What it calls or reads.
+    # Names that it calls or reads.
     Seam("vllm.compilation.passes.vllm_inductor_pass", "VllmInductorPass"),
     Seam(_PARALLEL_STATE, "get_tp_group"),
     Seam(_PARALLEL_STATE, "all_reduce", ("tensor", "group_name")),
@@ -113,7 +113,7 @@ REQUIRED = (
     *_fields("vllm.platforms.interface", "Platform", "is_cuda", "device_name"),
 )
 _DISPATCH = _fields("vllm.ir.op", "IrOp", "registry", "dispatch")
-# Helpers of eager models.
+# Helpers that eager models call.
 HELPERS = (
     Option(
         "Gemma norms of eager models are not fused",
@@ -133,7 +133,7 @@ HELPERS = (
         ),
     ),
 )
-# If one of these is missing, only the norms that it belongs to are not fused.
+# If one of these is missing, only the norms that depend on it are not fused.
 OPTIONAL = (
     Option(
         "norms that are operators of vLLM's intermediate representation are not fused",
@@ -163,7 +163,7 @@ def _exists(seam: Seam) -> bool:
 
 @functools.cache
 def _parsed(module: str) -> ast.Module | None:
-    """Returns the syntax tree of a module; imports only its outermost package."""
+    """Returns a module's syntax tree; imports only its outermost package."""
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
@@ -175,7 +175,7 @@ def _parsed(module: str) -> ast.Module | None:
 
 
 def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Yields definitions of `name` in a module or class, also inside `if`, `try` or `with`."""
+    """Yields definitions of `name` in a module or class, including inside `if`, `try` or `with`."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             if node.name == name:

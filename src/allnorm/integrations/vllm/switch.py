@@ -1,9 +1,9 @@
 """Changes the default of vLLM's own switch, `PassConfig.fuse_allreduce_rms`.
 
-The process that the user starts makes the engine's configuration and sends it to the workers. vLLM
-takes the defaults of unset fields from a table. The plugin replaces the default in that table, so
-explicit values are respected. The decision is stored in `additional_config`, which the workers and
-vLLM's compile cache read.
+The process that the user starts creates the engine's configuration and sends it to the workers.
+vLLM takes the defaults for unset fields from a table. The plugin replaces the default in that
+table, so values that the user sets explicitly still apply. The decision is stored in
+`additional_config`, which the workers and vLLM's compile cache read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _announcer = Announcer(logging.getLogger(LOGGER))
 def patch_defaults(config: ModuleType) -> None:
     """Sets the plugin's default in vLLM's tables, one per optimization level. Idempotent.
 
-    Raises KeyError, before any change, if a table has no such default.
+    Raises KeyError, without changing anything, if a table has no default for the switch.
     """
     levels = config.OPTIMIZATION_LEVEL_TO_CONFIG.values()
     tables = [defaults["compilation_config"]["pass_config"] for defaults in levels]
@@ -38,7 +38,7 @@ def patch_defaults(config: ModuleType) -> None:
 
 
 class _Default:
-    """A default that vLLM calls if the user did not set the field."""
+    """A callable default, which vLLM calls if the user did not set the field."""
 
     def __init__(self, stock: bool | Callable[[Any], bool]) -> None:
         self._stock = stock
@@ -86,7 +86,7 @@ def obstacle(vllm_config: Any) -> str:
 
 
 def was_left_alone(vllm_config: Any) -> bool:
-    """Returns whether the user did not set the switch, and the plugin set its default."""
+    """Returns whether the switch has the plugin's default, because the user did not set it."""
     additional = vllm_config.additional_config
     return isinstance(additional, dict) and KEY in additional
 
@@ -104,5 +104,5 @@ def is_on(vllm_config: Any) -> bool:
 
 
 def is_on_for_eager(vllm_config: Any) -> bool:
-    """Returns whether helpers of eager models fuse: yes, unless the user set the switch to off."""
+    """Returns whether eager models' helpers fuse: yes, unless the user set the switch to off."""
     return is_on(vllm_config) or was_left_alone(vllm_config)
