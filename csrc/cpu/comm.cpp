@@ -6,11 +6,12 @@
 //
 // Contract. In operation e a rank writes only into its own workspace, phase e mod 2:
 //   step 1  its tag and partial rows. Then it publishes 2e + 1, after which peers read them.
-//           all_gather_rows: its tag and the rows it gives. Sums of islands: only its tag,
-//           published with step 2.
+//           all_gather_rows: its tag and its own rows. Island sums: only its tag, published
+//           with step 2.
 //   step 2  (two_shot) the sums of the rows it owns. Then it publishes 2e + 2, after which peers
-//           read them. (sharded) the finished rows it owns instead of sums: normed, quantized, or
-//           both. (sum_rows) nothing is written or published, because only this rank uses the sums.
+//           read them. (sharded) instead of sums, the finished rows that it owns: normed, quantized
+//           or both. (sum_rows) nothing is written or published, because only this rank uses the
+//           sums.
 // Partials of rows that a rank owns itself are not written. `published` never decreases (by signed
 // distance), so a peer that is ahead, or runs a different algorithm, satisfies a wait too. Its tag
 // then shows whether it makes the same call. A rank that owns no row of a chunk still publishes.

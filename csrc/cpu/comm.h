@@ -56,7 +56,7 @@ class CpuCommunicator {
     int64_t begin;
     bool has_owners;
   };
-  // The rows of a chunk that one rank sums, finishes or gives.
+  // The rows of a chunk that one rank sums, finishes or contributes.
   struct OwnedRows {
     int64_t slot;  // index of the first row in the chunk
     int64_t row;   // index of the first row in the call

@@ -23,13 +23,13 @@
 //      of later kernels, come after their wait_for_preceding_grid().
 // Hence the clear happens before the next write to the slot. The only fence is in a warp that
 // handles no data, and the number it waits for arrived one operation earlier, so the data path pays
-// nothing. Up to eight rows, nothing in a grid takes longer than this fence and store, so only the
-// first operation of a half has them. If each operation used a whole half, the wait would be for a
-// number of the same operation, and as long as the wait for data. (R stores f before later numbers,
-// by the same kernel boundaries, so the greatest number stays.) Every operation waits for the
-// latest number stored before it. Usually an earlier operation has waited for it already. The slot
-// of a tag is written again by its sender kPushUnits operations later. Both halves have been used
-// again by then, and by the same steps the kernel that read the tag has ended.
+// nothing. With up to eight rows, nothing in a grid takes longer than this fence and store, so only
+// the first operation of a half executes them. If each operation used a whole half, the wait would
+// be for a number of the same operation, and as long as the wait for data. (R stores f before later
+// numbers, by the same kernel boundaries, so the greatest number stays.) Every operation waits for
+// the latest number stored before it. Usually an earlier operation has waited for it already. The
+// slot of a tag is written again by its sender kPushUnits operations later. Both halves have been
+// used again by then, and by the same steps the kernel that read the tag has ended.
 //
 // Why a large phase may be reused (there are two). S writes into it in the large operations b and
 // b', with another large operation v in between. Large operations return slots too. Before a block
@@ -37,14 +37,14 @@
 // then a barrier of the block. That number is from v or from a later operation, so R's fence was in
 // a kernel after kernel b, and releases the clears in b. All of these waits end: they are for a
 // number that a rank stored in an earlier operation. Usually no block waits at all, because S's
-// kernel b' - 1 is complete, it waited for R's data, and R stores its number early.
+// kernel b' - 1 is complete and has waited for R's data, and R stores its number early.
 //
 // Why a failing rank cannot corrupt a peer that is merely late. All of the above requires that
 // every wait ended with success. A rank therefore stores into its peers' slots, and announces
 // calls, up to and including the first operation in which one of its waits fails, and never again.
-//   - In that operation e, the failing rank sends no partials. Where it owes a second hop it pushes
-//     NaN, so that its peers need not wait as well. The slots of this operation are free, because
-//     earlier operations, whose kernels did step 2, have not failed.
+//   - In that operation e, the failing rank sends no partials. Where it owes a second hop, it
+//     pushes NaN, so that its peers need not wait in turn. The slots of this operation are free,
+//     because earlier operations, whose kernels did step 2, have not failed.
 //   - In later operations it neither waits nor returns slots. A late peer may still be reading
 //     operation e or e - 1 from the slots that later operations would write. In the layout of a
 //     different operation a NaN may be a number: 0x7f7f7f7f, four NaNs of e4m3, is 3.4e38 as

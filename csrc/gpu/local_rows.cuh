@@ -1,4 +1,4 @@
-// The fused kernel without an exchange: rows of local memory, normed and stored in a format. For
+// The fused kernel without an exchange: rows in local memory are normed and stored in a format. For
 // rows of whole, aligned packs that fit into a cluster of blocks, one pack per thread.
 //
 // Rows are streamed: the inputs of the next row are in flight while one is normed. Figures:

@@ -125,7 +125,7 @@ struct EpilogueParams {
 // Points at which a warp takes time stamps (gpu/stamps.cuh).
 enum class Stamp {
   kEntered,
-  kGathered,    // together with the other blocks of its cluster
+  kGathered,    // all blocks of the cluster have started
   kPreceded,    // the preceding grid is complete
   kNumbered,    // the operation number has been loaded
   kSent,        // this rank's partial has been loaded and sent

@@ -20,7 +20,7 @@ struct StagedScales {
 };
 
 // One thread's part: the same pack of every row, if the thread is `live`. All lanes of a warp call
-// its functions together. kGathered: no partials are exchanged, so finished rows have all slots.
+// its functions together. kGathered: no partials are exchanged, so finished rows take all slots.
 template <class T, int kWorldSize, class Format, bool kGathered>
 class RowOwners {
  public:
