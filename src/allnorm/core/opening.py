@@ -29,7 +29,7 @@ from allnorm.errors import AllnormError, ConfigurationError
 from allnorm.names import NUMERICS, check_choice
 
 _OPERATIONS = 1 << 32  # number of operation numbers
-_MAX_TIMEOUT_NS = (1 << 63) - 1  # limit of the library
+_MAX_TIMEOUT_NS = (1 << 63) - 1  # the library's limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class _Checked:
     first_op: int
     flags: int
     islands: islands.Islands | None  # None: to be detected
-    agreed: dict[str, Any]  # values that must be equal on every rank, by name
+    agreed: dict[str, Any]  # values that must be equal on every rank, keyed by name
 
 
 def open_endpoint(
@@ -70,9 +70,9 @@ def open_endpoint(
 ) -> Endpoint:
     """Opens this rank's end of a communicator. Collective; every rank raises if one does.
 
-    `last_number` returns for a device the highest number of this process's communicators of a group
-    with this name, and whether the new one may have the group's name. It gets that name only if all
-    ranks allow it.
+    `last_number` takes a device. It returns the highest number among this process's communicators
+    of groups with this name, and whether the new communicator may have the group's name. The
+    communicator gets that name only if all ranks allow it.
     """
     with Rendezvous(group, _wait_seconds(settings.timeout)) as meeting:
         return _open(meeting, group, settings, last_number)
@@ -97,7 +97,7 @@ def _open(
     answers = meeting.agree(check, "checking the arguments of Communicator")
     ((checked, loaded),) = mine
     _check_alike([agreed for agreed, *_ in answers])
-    # Processes may have created different numbers of communicators; the next number is new to all.
+    # Processes may have created different numbers of communicators; no rank has used the next one.
     number = 1 + max(last for _, (last, _), *_ in answers)
     as_group = all(wanted for _, (_, wanted), *_ in answers)
     name = str(group.group_name) if as_group else f"{group.group_name}#{number}"
@@ -133,7 +133,7 @@ def _open(
 
             def connect() -> None:
                 if checked.device.type == "cuda":
-                    torch.cuda.set_device(checked.device)  # of this thread
+                    torch.cuda.set_device(checked.device)  # for this thread
                 made.append(Hierarchy(*settled, checked.timeout))
 
             meeting.agree(connect, "connecting the islands", waits=True)
@@ -185,7 +185,7 @@ class _Place:
     meeting: Rendezvous  # meeting of this rank's island; of all ranks if islands have no memory
     memory: workspace.Workspace  # memory of this rank's island, or why there is none
     backend: str = ""  # backend of the process group for the device
-    split: str = ""  # why devices of one host form several islands; empty if not
+    split: str = ""  # why devices of one host form multiple islands; empty if not
 
 
 def _find_place(
@@ -235,7 +235,7 @@ def _find_place(
     if not obstacles:
         return _Place(found, part, memory, backend, split)
     memory.release()
-    # GPUs of one host may have peer access only in groups, which then become islands.
+    # GPUs of one host may have peer access only within groups. These groups then become islands.
     whole = [next(island for island in found if rank in island) for rank in range(world_size)]
     parts = {
         part
@@ -251,7 +251,7 @@ def _find_place(
 
 
 def _apart(place: _Place) -> str:
-    """Returns why ranks of several islands cannot run one_shot or two_shot calls."""
+    """Returns why ranks in different islands cannot run one_shot or two_shot calls."""
     return (
         f"the ranks are {len(place.islands)} islands, {islands.describe(place.islands)}, which do "
         "not write to each other's memory" + (f" ({place.split})" if place.split else "")
@@ -369,7 +369,7 @@ def _checked_timeout(timeout: Any) -> datetime.timedelta | None:
 
 
 def _wait_seconds(timeout: Any) -> float:
-    """Returns the timeout for checking arguments, when the argument itself may be invalid."""
+    """Returns the timeout of the step that checks arguments; `timeout` itself may be invalid."""
     try:
         given = _checked_timeout(timeout) or config.read_settings().timeout
     except (ValueError, ConfigurationError):

@@ -1,8 +1,9 @@
 """The table of torch operators: their parameters, defaults and results.
 
 Schemas, implementations and fakes (`allnorm.ops`) and traced calls (core/traced.py) are derived
-from it. The parameters are the fields of a Call, with two exceptions: a communicator is passed by
-name, and a value that operators do not support, such as a spec of quantization, by its parts.
+from this table. The parameters are the fields of a Call, with two exceptions: a communicator is
+passed by name, and a value that operators do not support, such as a quantization spec, is passed
+as its parts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _REQUIRED = object()
 
 # Not a dataclass, which takes 0.3 ms to create at every import of allnorm.
 class Parameter:
-    """One parameter of an operator; `type` is that of a torch schema."""
+    """One parameter of an operator; `type` is a type of torch's schema language."""
 
     def __init__(self, type: str, name: str, default: Any = _REQUIRED) -> None:
         self.type, self.name, self.default = type, name, default
@@ -48,7 +49,7 @@ class Operator:
     Attributes:
         name: name in torch.ops.allnorm, and `op` of a Call.
         parameters: parameters in order.
-        results: results in order, by the field of a Call with memory for each.
+        results: results in order, each named by the Call field for its preallocated memory.
         returns: results in the syntax of a torch schema.
     """
 
@@ -74,12 +75,12 @@ class Operator:
 
     @functools.cached_property
     def positions(self) -> dict[str, int]:
-        """The positions of the parameters, by name."""
+        """The positions of the parameters, keyed by name."""
         return {parameter.name: index for index, parameter in enumerate(self.parameters)}
 
     @functools.cached_property
     def pass_on(self) -> Callable[..., Any]:
-        """A function of a receiver and the operator's arguments: passes on the fields of the Call.
+        """Takes a receiver and the operator's arguments; passes the Call's fields to the receiver.
 
         The receiver takes them by keyword. The function is generated, because explicit keywords
         cost less per call than a dict of them.
@@ -133,11 +134,11 @@ def _argument_names(op: str, has_residual_update: bool) -> tuple[str, ...]:
 
 
 def results_of(op: str) -> tuple[str, ...]:
-    """Returns the results of an operator, each by the field of a Call with memory for it."""
+    """Returns an operator's results, each named by the Call field for its preallocated memory."""
     return OPERATORS[op].results
 
 
-# Dynamo treats their results as constants, which they are, and does not guard the table.
+# Dynamo then treats what they return as constants, which is true, and does not guard the table.
 _argument_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 results_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -153,7 +154,7 @@ def result_like(call: Call, field: str, residual_rows: int | None) -> Like:
     """Returns the shape, dtype and device of a result other than scales.
 
     `residual_rows`, this rank's rows of a sharded residual, may be symbolic. It must not occur in
-    the text of an error, which would specialize the graph to one number.
+    an error message, because formatting it would specialize the graph to one number.
     """
     x = call.x
     if call.op == "all_gather_rows":
@@ -191,7 +192,7 @@ def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:
     return x.new_empty(like.shape, dtype=like.dtype)
 
 
-# Expressions for the fields of a Call that operators take by their parts.
+# Expressions for the Call fields that operators take as separate parts.
 _SOURCE = "ExpertSum(x, expert_weights, expert_index, shared) if experts else x"
 _POST_NORM = "None if post_weight is None else PostNorm(post_weight, post_eps, post_weight_bias)"
 _QUANT_SPEC = "from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)"
@@ -270,4 +271,4 @@ OPERATORS = {
         Operator("add_rms_norm_quant", (*_NORM_QUANT, *_RESIDUAL_UPDATE), *_FOUR),
     )
 }
-"""The operators by name; each is a public call."""
+"""The operators, keyed by name; each is a public call."""

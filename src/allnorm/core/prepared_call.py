@@ -1,4 +1,4 @@
-"""A call that was checked and prepared for tensors of one geometry; later only addresses change."""
+"""A call, checked and prepared for tensors of one geometry; later only addresses change."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from allnorm.quant import (
     scale_geometry,
 )
 
-# Alignment that the 16-byte accesses of the CUDA kernels require of rows and weights. Quantized
-# rows, which are narrower, are written in units of 8 bytes.
+# Alignment of rows and weights that the 16-byte accesses of the CUDA kernels require. Quantized
+# rows are narrower, and are written in units of 8 bytes.
 CUDA_ALIGN_BYTES = 16
 _CUDA_QUANTIZED_ALIGN_BYTES = 8
 
-# Names of the inputs in errors.
+# Names of the inputs in error messages.
 _INPUT_NAMES = (
     *("x", "residual", "weight", "quant.scale"),
     *("post_norm.weight", "index", "weights", "shared"),
@@ -77,7 +77,7 @@ def _flags(call: Call) -> int:
 
 
 def as_launch_a(call: _native.Call) -> _native.Call:
-    """Returns launch A of a hierarchical call: a copy that computes the sums of an island."""
+    """Returns launch A of a hierarchical call: a copy that computes an island's sums."""
     sums = _native.Call.from_buffer_copy(call)
     for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
         setattr(sums, name, None)
@@ -99,22 +99,22 @@ def as_launch_b(call: _native.Call) -> _native.Call:
 class Result(NamedTuple):
     """One result of a call."""
 
-    field: str  # field of Call with the caller's memory for it
-    name: str  # name of that argument in errors
+    field: str  # the Call field for its preallocated memory
+    name: str  # name of that argument in error messages
     like: Like  # shape, dtype and device
     stride: tuple[int, ...]  # strides of new memory
-    may_share: str = ""  # input that may be passed as its memory; "" for none
-    scale: ScaleGeometry | None = None  # layout of the scales, if it holds scales
+    may_share: str = ""  # input whose memory may be passed for it; "" for none
+    scale: ScaleGeometry | None = None  # layout of the scales, if the result holds scales
 
     def make(self) -> torch.Tensor:
-        """Allocates memory for it."""
+        """Allocates memory for the result."""
         shape, dtype, device, _ = self.like
         if self.scale is not None and self.scale.padded:
             return self.scale.empty(device)
         return torch.empty_strided(shape, self.stride, dtype=dtype, device=device)
 
 
-# The tensors that the kernels write, by the field of Call with the caller's memory for each.
+# The tensors that the kernels write, keyed by the Call field for the preallocated memory.
 Memory = dict[str, torch.Tensor]
 
 
@@ -142,10 +142,11 @@ class PreparedCall:
         shard: this rank's rows (lo, hi), if rows have owners.
 
     Attributes:
-        native: the C call, with the addresses and stream of the call that was bound last.
-        scale: layout of the scales that it writes; None if it writes none.
+        native: the C call, with the addresses and stream of the latest bound call.
+        scale: layout of the scales that the call writes; None if it writes none.
         results: the results in the order of return; None for a field that is not a result.
-        repeated: data for csrc/python to repeat such calls; None if it cannot, "" if not prepared.
+        repeated: data with which csrc/python repeats the call; None if it cannot, "" if not
+            prepared yet.
 
     Raises:
         ValueError, TypeError: inputs or preallocated memory are wrong, on this rank only.
@@ -225,7 +226,7 @@ class PreparedCall:
         ]
 
     def _row_stride(self, x: torch.Tensor) -> tuple[bool, int]:
-        """Returns whether `x` must be copied, and otherwise the elements between its rows."""
+        """Returns whether `x` must be copied; if not, also its row stride in elements."""
         if tensors.is_virtual(x):
             return True, 0
         try:
@@ -239,11 +240,11 @@ class PreparedCall:
     # ---- memory for results ---------------------------------------------------------------------
 
     def allocate(self, call: Call) -> Memory:
-        """Returns the tensors that kernels write: the caller's where possible, else new ones.
+        """Returns the tensors that the kernels write: the caller's if possible, else new ones.
 
         Raises:
-            ValueError: the caller's memory does not exist, or overlaps another tensor of the call.
-                May be raised on this rank only.
+            ValueError: the caller's memory does not exist, or overlaps another of the call's
+                tensors. May be raised on this rank only.
         """
         memory: Memory = {}
         taken = _named_inputs(call)
@@ -267,7 +268,7 @@ class PreparedCall:
         if result.is_neg():
             return False
         if result.dim() != 2 and not result.is_contiguous():
-            return False  # its rows may not have a constant distance
+            return False  # its rows may not be evenly spaced
         size = result.element_size()
         if not self._is_cuda:
             return result.data_ptr() % size == 0
@@ -394,7 +395,7 @@ class PreparedCall:
 
 
 def _named_inputs(call: Call) -> dict[str, torch.Tensor | None]:
-    """Returns the inputs by their names in errors."""
+    """Returns the inputs, keyed by their names in error messages."""
     names = ("rows", *_INPUT_NAMES[1:]) if call.experts else _INPUT_NAMES
     return dict(zip(names, call.inputs, strict=True))
 
@@ -411,14 +412,14 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _choice_stride(choices: torch.Tensor | None) -> int:
-    """Returns the elements between the rows of [num_tokens, top_k]."""
+    """Returns the row stride of a [num_tokens, top_k] tensor, in elements."""
     if choices is None:
         return 0
     return choices.stride(0) if choices.shape[0] > 1 else choices.shape[1]
 
 
 def _stride(result: torch.Tensor | None, hidden_size: int) -> int:
-    """Returns the elements between the rows of a result."""
+    """Returns the row stride of a result, in elements."""
     return result.stride(0) if result is not None and result.dim() == 2 else hidden_size
 
 

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from allnorm.communicator import Communicator
     from allnorm.core.dispatch import Dispatcher
 
-# Open communicators, by name and device type.
+# Open communicators, keyed by name and device type.
 _open: weakref.WeakValueDictionary[tuple[str, str], Communicator] = weakref.WeakValueDictionary()
-# Their dispatchers, by name and whether they are on CUDA.
+# Dispatchers of open communicators, keyed by name and by whether they are on CUDA.
 _dispatchers: dict[tuple[str, bool], Dispatcher] = {}
-# Locks that are held while a communicator of a group is opened, by the id of the group.
+# Locks that are held while a communicator of a group is opened, keyed by the group's id.
 _opening: dict[int, threading.Lock] = {}
-# The names of all communicators that this process has created, by the group's name and device type.
+# Names of all communicators that this process has created, keyed by group name and device type.
 _made: dict[tuple[str, str], list[str]] = {}
-# The number of the latest communicator, by the same key.
+# The number of the latest communicator, with the same keys.
 _last_numbers: dict[tuple[str, str], int] = {}
-# The communicators of `Communicator.for_group`, by the id of the group and the device.
+# The communicators from `Communicator.for_group`, keyed by the group's id and the device.
 _of_group: dict[tuple[int, torch.device], Communicator] = {}
-# Locks that are held while one of them is created.
+# Locks that are held while one of these communicators is created, with the same keys.
 _making: dict[tuple[int, torch.device], threading.RLock] = {}
 # Communicators that are not freed yet; forked children must not touch their resources.
 _not_freed: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -44,9 +44,10 @@ def opening(
     """Keeps two threads from opening communicators of one group at the same time.
 
     Yields:
-        A function of the device. It returns the number of the last communicator of a group with
-        this name, and whether the new one may have the group's name. It raises AllnormError if
-        another thread is opening one; it must be called where the other ranks learn of errors.
+        A function that takes the device. It returns the number of the latest communicator of a
+        group with this name, and whether the new communicator may have the group's name. It raises
+        AllnormError if another thread is opening a communicator of the group, so call it in a step
+        that reports errors to the other ranks.
     """
     lock = _opening.setdefault(id(group), threading.Lock())
     is_alone = lock.acquire(blocking=False)
@@ -83,7 +84,7 @@ def add(comm: Communicator, group: dist.ProcessGroup) -> None:
 def remove(comm: Communicator) -> None:
     """Removes a communicator after it was closed."""
     key = comm.name, comm.device.type == "cuda"
-    if _dispatchers.get(key) is comm._dispatcher:  # a newer one may have the group's name
+    if _dispatchers.get(key) is comm._dispatcher:  # a newer communicator may have the group's name
         _open.pop((comm.name, comm.device.type), None)
         del _dispatchers[key]
 
@@ -99,15 +100,15 @@ def make_of_group(
 ) -> Communicator:
     """Returns the communicator of a group and a device; calls `make` if there is none.
 
-    Other threads that ask for the same one wait and get it. Threads that ask for the communicator
-    of a different group do not wait, because the order of threads differs between ranks.
+    Other threads that ask for the same communicator wait for it. Threads that ask for the
+    communicator of a different group do not wait, because thread order differs between ranks.
     """
     key = id(group), device
     with _making.setdefault(key, threading.RLock()):
         comm = find_of_group(group, device)
         if comm is None:
             if key in _of_group:
-                _of_group[key].close()  # of a destroyed group with the same id
+                _of_group[key].close()  # it belongs to a destroyed group with the same id
             comm = _of_group[key] = make()
             weakref.finalize(group, _close_of_group, *key).atexit = False
         return comm
@@ -119,17 +120,17 @@ def find(name: str, device_type: str | None) -> Communicator | None:
 
 
 def open_communicators() -> list[Communicator]:
-    """Returns all open communicators of this process, in the order of creation."""
+    """Returns all open communicators of this process, in creation order."""
     return list(_open.values())
 
 
 def dispatchers() -> dict[tuple[str, bool], Dispatcher]:
-    """Returns the live table of dispatchers of open communicators, by name and whether on CUDA."""
+    """Returns the live table of open communicators' dispatchers: `_dispatchers`."""
     return _dispatchers
 
 
 def made_so_far() -> list[tuple[tuple[str, str], list[str]]]:
-    """Returns the names of all communicators created so far, by group and device type."""
+    """Returns the names of all communicators created so far, per group name and device type."""
     return sorted(_made.items())
 
 

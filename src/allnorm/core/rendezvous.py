@@ -1,10 +1,10 @@
 """Meetings: the ranks of a group create something together, in steps that have deadlines.
 
-A meeting uses the store of the process group, not its collectives. Those have the group's own
-timeout, do not report which rank is missing, and some abort the process. In each step, every rank
-writes a report under its own key and reads the reports of the others. A rank that gives up
-publishes this, and exits of processes are noticed, so that no rank waits in either case. arrival.py
-describes how the ranks find each other.
+A meeting uses the process group's store, not its collectives. Collectives have the group's own
+timeout, do not report which rank is missing, and in some cases abort the process. In each step,
+every rank writes a report under its own key and reads the other ranks' reports. A rank that gives
+up publishes the reason, and the exit of a process is noticed, so no rank keeps waiting in either
+case. arrival.py describes how the ranks find each other.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from allnorm.core.watch import SETTLED_SECONDS, Process, Watch
 from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError, UnsupportedError
 
 Look = Callable[[set[int], list[int]], None]
-"""Called repeatedly during a wait with the missing ranks, and with those of them whose process has
-exited; raises to end the wait."""
+"""Called repeatedly during a wait with the missing ranks, and the missing ranks whose process has
+exited. Raises to end the wait."""
 
 _LOOK_SECONDS = 0.05
-# Unique, unlike a process id: processes on hosts of one image may have equal ones.
+# Unique, unlike a process id: processes on hosts that run the same image may have equal ids.
 _process_id = uuid.uuid4().hex
 
 
@@ -54,8 +54,8 @@ class Rendezvous:
     Attributes:
         rank: this rank.
         world_size: number of ranks.
-        ranks: their numbers in the group, which in a part of a meeting are different ones.
-        processes: processes of the ranks, after the first step.
+        ranks: the ranks' numbers in the group; in a part of a meeting, ranks have other numbers.
+        processes: the ranks' processes; empty before the first step.
         name: name of the meeting, unique in the group; set by the first step.
 
     Raises:
@@ -90,9 +90,9 @@ class Rendezvous:
     def agree(self, step: Callable[[], Any], what: str, *, waits: bool = False) -> list[Any]:
         """Runs `step` on every rank and returns all results, or raises on every rank.
 
-        A rank with a failed step raises its own error (in place of a RuntimeError of another
-        library, an AllnormError); the others raise an AllnormError that names it. No rank returns
-        before all have reported, so that no rank waits for one that has given up.
+        A rank whose step fails raises its own error (an AllnormError in place of another library's
+        RuntimeError). The other ranks raise an AllnormError that names that rank. No rank returns
+        before all have reported, so no rank waits for a rank that has given up.
 
         Args:
             step: function to run.
@@ -145,7 +145,7 @@ class Rendezvous:
         part = copy.copy(self)
         part.rank, part.world_size, part.ranks = ranks.index(self.rank), len(ranks), tuple(ranks)
         part.processes = [self.processes[rank] for rank in ranks]
-        # Keys of a part start with those of the step that contains it.
+        # Keys of a part start with the keys of the step that contains it.
         part._keys = f"{self._keys}/{self._steps}/part{ranks[0]}"
         part._steps, part._last_keys, part._parts, part._failed = 1, [], [], False
         part._stop = lambda: None
@@ -153,7 +153,7 @@ class Rendezvous:
         return part
 
     def prefix(self, name: str) -> str:
-        """Returns a prefix for keys that belong to what this meeting creates."""
+        """Returns a prefix for the keys of an object that this meeting creates."""
         return f"{self._keys}/{name}"
 
     @property
@@ -195,7 +195,7 @@ class Rendezvous:
             self.name, self.processes = self._arrival.find(what)
             self._keys = f"{self._root}/{self.name}"
             watch = Watch(self.processes, _adder(self._dead))
-            # Also if the meeting is abandoned between two steps.
+            # Stops the watch even if the meeting is abandoned between two steps.
             self._stop = weakref.finalize(self, watch.stop)
             found = self._gather((_process_id, report), what)
             self._arrival.leave()
@@ -204,7 +204,7 @@ class Rendezvous:
         return [report for _, report in found]
 
     def _run_watched(self, step: Callable[[], Any], what: str) -> Any:
-        """Returns or raises what `step` does, or raises when a peer dies or gives up."""
+        """Returns the result of `step` or raises its error; raises if a peer dies or gives up."""
         thread, results, errors = threads.start(step)
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
@@ -217,7 +217,7 @@ class Rendezvous:
         return results[0]
 
     def _in_words(self, error: Exception, what: str) -> Exception:
-        """Returns an error of allnorm in place of one of torch, gloo, NCCL or CUDA.
+        """Returns an allnorm error in place of an error from torch, gloo, NCCL or CUDA.
 
         torch.OutOfMemoryError is kept, because programs catch it by its type.
         """
@@ -241,7 +241,7 @@ class Rendezvous:
         self._store.set(keys[self.rank], pickle.dumps(report))
         _wait_for(self._store, keys, self.rank, self._gone, functools.partial(self._look, what))
         reports = [pickle.loads(data) for data in self._store.multi_get(keys)]
-        if self._last_keys:  # every rank has read those of the previous step
+        if self._last_keys:  # every rank has read the previous step's keys
             self._store.delete_key(self._last_keys[self.rank])
         self._last_keys = keys
         self._steps += 1
@@ -271,7 +271,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _reaching_store(self, what: str) -> Iterator[None]:
-        """Converts errors of the store to AllnormErrors, or to a PeerDiedError of a rank."""
+        """Converts the store's errors to AllnormErrors; to PeerDiedError if a rank has exited."""
         processes = self.processes or self._members.processes
         try:
             with _reaching_store(what):
@@ -318,7 +318,7 @@ def _check_processes(ids: Sequence[str]) -> None:
 
 
 class Mailbox:
-    """Exchanges among the ranks of a meeting after it has ended, through keys of the same store.
+    """Exchanges values among the ranks of an ended meeting, through keys of the same store.
 
     An exchange takes at most `seconds`; `calls` counts the exchanges.
     """
@@ -329,9 +329,9 @@ class Mailbox:
         self._prefix = meeting.prefix(f"{meeting._steps}/mail")
 
     def exchange(self, value: Any, dead: Collection[int], look: Look) -> list[Any]:
-        """Returns every rank's value, by rank. Collective.
+        """Returns every rank's value, in rank order. Collective.
 
-        `dead` are the ranks that are known to have exited; `look` raises to end the wait.
+        `dead` contains the ranks that are known to have exited; `look` raises to end the wait.
         """
         what = "announcing an unfused call"
         keys = [f"{self._prefix}/{self.calls}/{rank}" for rank in range(self._world_size)]

@@ -1,9 +1,9 @@
-"""Fast private functions of torch for the host path of a call.
+"""torch's fast private functions, for the host path of a call.
 
 In Python, reading shape, strides, dtype and device of three tensors, and allocating two results,
 takes longer than the rest of a call before its launch. torch has faster functions for the code that
-its compiler generates. They are not a public interface. So each is tested before it is used, and
-the public function is used instead if the test fails.
+its compiler generates. They are not a public interface. So each function is tested before it is
+used, and the public function is used instead if the test fails.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Check:
 
     The function returns True only for tensors of the same class, shape, strides, dtype and device.
     It may return False for other reasons too (inference mode, requires_grad, a tensor passed twice,
-    a torch without guards). It does not keep the tensors alive.
+    a torch version without guards). It does not keep the tensors alive.
     """
     return _guards_of(tensors) if _guards_hold() else lambda *_: False
 
@@ -84,7 +84,7 @@ def fast_empty(device: torch.device) -> New | None:
 
 @functools.cache
 def version_counter() -> Callable[[Sequence[torch.Tensor]], None]:
-    """Returns a function that increments the versions of tensors, as writing operators do."""
+    """Returns a function that bumps tensors' version counters, as operators that write do."""
     try:
         increment: Any = torch._C._increment_version
         probe = torch.empty(1)
@@ -117,7 +117,7 @@ def _guards_of(tensors: Sequence[torch.Tensor]) -> Check:
 
 @functools.cache
 def _guards_hold() -> bool:
-    """Returns whether the guards of this torch detect every relevant difference."""
+    """Returns whether the guards of this torch version detect every relevant difference."""
     make = functools.partial(torch.empty_strided, dtype=torch.bfloat16, device="cpu")
     shape, stride = (3, 4), (6, 1)
     others = (

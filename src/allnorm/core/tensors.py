@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 _is_functional: Any = torch._is_functional_tensor
-_is_compiling = torch.compiler.is_compiling  # Dynamo knows plain tensors only
+_is_compiling = torch.compiler.is_compiling  # Dynamo supports only plain tensors
 _strided = torch.strided
 # A lower address may be an offset into memory that was freed; see has_memory().
 LOW_ADDRESS = 1 << 32
@@ -25,8 +25,8 @@ LOW_ADDRESS = 1 << 32
 def check_kind(name: str, tensor: object) -> None:
     """Raises TypeError or ValueError unless `tensor` is a plain tensor without a gradient.
 
-    It checks only what is equal on all ranks: the type, the layout, and whether a gradient is
-    needed.
+    It checks only properties that are equal on all ranks: the type, the layout, and whether a
+    gradient is needed.
     """
     kind = type(tensor)
     if kind not in _TYPES:
@@ -70,7 +70,7 @@ def wants_gradient(tensor: torch.Tensor) -> bool:
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Returns whether `tensor` has a tangent of forward-mode differentiation that is active."""
+    """Returns whether `tensor` has a tangent in active forward-mode differentiation."""
     level = forward_ad._current_level
     if level < 0 or not torch._C._is_fwd_grad_enabled():
         return False
@@ -96,7 +96,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def check_all_fake(**given: Any) -> None:
-    """Raises TypeError if only some tensors of a call are fake."""
+    """Raises TypeError if only some of a call's tensors are fake."""
     if _is_compiling():
         return
     modes = [t.fake_mode for t in given.values() if type(t) is FakeTensor]
@@ -144,7 +144,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_memory(**tensors: torch.Tensor | None) -> None:
-    """Raises ValueError unless all of them have memory; may raise on this rank only."""
+    """Raises ValueError unless all `tensors` have memory; may raise on this rank only."""
     for name, tensor in tensors.items():
         if tensor is not None and not has_memory(tensor):
             raise ValueError(

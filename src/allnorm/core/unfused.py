@@ -46,7 +46,7 @@ def run(
     """Runs a bound call and returns its status. Collective.
 
     Sums follow step 1b: per island, then over the islands. Every rank computes every row. If rows
-    have owners, each rank computes its own, and the finished rows are gathered too.
+    have owners, each rank computes only its own rows, and the finished rows are gathered too.
 
     Raises:
         PeerDivergedError: all ranks run unfused, but different calls; every rank raises. Nothing
@@ -89,7 +89,7 @@ def _sum_rows(
     rows: torch.Tensor,
     islands: Islands,
 ) -> int:
-    """Gathers the partial sums of all rows, and finishes those of this rank, in chunks."""
+    """Gathers the partial sums of all rows, and finishes this rank's rows, in chunks."""
     call, world_size, num_tokens = prepared.native, ranks.world_size, prepared.num_tokens
     lo, hi = (0, num_tokens) if prepared.shard is None else prepared.shard
     saved = {name: getattr(call, name) for name in ROW_FIELDS}
@@ -126,9 +126,9 @@ def _reduced(
 ) -> torch.Tensor:
     """Returns the sums of all partials as the only source, `[1, rows, hidden_size]`."""
     values = partials.float()
-    # Not values[list(island)]: a capture does not allow a copy of the indices from the host.
+    # Not values[list(island)]: a capture does not allow copying the indices from the host.
     sums = [add(library, stream, torch.stack([values[i] for i in island])) for island in islands]
-    # Exact or rounded to nearest even like the library, whatever modes the process has set.
+    # Exact, or rounded to nearest even as the library does, whatever modes the process has set.
     return add(library, stream, torch.stack(sums)).to(partials.dtype).unsqueeze(0)
 
 
@@ -140,18 +140,18 @@ class _Ranks:
         self.rank, self.world_size = waits.rank, waits.world_size
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gathers the [n, width] of all ranks as [world_size, n, width]."""
+        """Gathers all ranks' [n, width] tensors as [world_size, n, width]."""
         rows = rows.contiguous()
-        if rows.stride(-1) != 1:  # contiguous, as it has one element, but no view as bytes exists
+        if rows.stride(-1) != 1:  # one element: contiguous, but cannot be viewed as bytes
             rows = rows.clone(memory_format=torch.contiguous_format)
         return self._exchange.gather(rows, self._waits.look_at_peers)
 
     def complete(self, rows: torch.Tensor) -> None:
-        """Fetches the rows that other ranks own, of a [num_tokens, width] tensor."""
+        """Fetches the rows of a [num_tokens, width] tensor that other ranks own."""
         shards = [
             row_shard(rows.shape[0], self.world_size, rank) for rank in range(self.world_size)
         ]
-        height = shards[0][1]  # of the longest shard; shorter ones are padded
+        height = shards[0][1]  # height of the longest shard; shorter ones are padded
         row_bytes = rows.shape[1] * rows.element_size()
         step = max(1, policy.UNFUSED_GATHER_BYTES // (self.world_size * row_bytes))
         lo, hi = shards[self.rank]

@@ -1,23 +1,24 @@
-"""Verdicts: decisions that are equal on all ranks, although some ranks may not take part.
+"""Verdicts: decisions that are equal on all ranks, even if some ranks do not take part.
 
 When a rank compiles a graph, its peers usually do too. But a peer may run the graph eagerly, or
 load it from a cache. A collective would wait for that rank forever, or mistake its next, unrelated
 call for an answer. So ranks write their answers into the group's store, which needs no peer, and
-read those of the others. Every wait ends after `patience_s`. The first proposal of a verdict wins
-(compare and set), also for ranks that come later, so ranks never act on different verdicts. A rank
-that did not answer in time is not waited for again until it answers something. So it delays its
-peers once, not once per graph.
+read the other ranks' answers. Every wait ends after `patience_s`. The first verdict that a rank
+proposes wins (compare and set). Ranks that come later follow it too, so ranks never act on
+different verdicts. If a rank did not answer in time, its peers do not wait for it again until it
+answers a question. So it delays them once, not once per graph.
 
-There are two kinds of questions, which assume different things of a silent rank.
+There are two kinds of questions, with different assumptions about a silent rank.
 
 - `decide`, for engines: all ranks ask the same questions in the same order, and a repeated question
-  is a new one. A silent rank has loaded the graph from a cache of an earlier run, in which the
-  verdict was to fuse (`allnorm.integrations.vllm.generation`). So the other ranks fuse too, and a
-  rank that cannot raises, because its peers would wait for it in a fused call.
-- `settle`, for any program: a question is what a rank would do with a graph, and equal questions
-  have one verdict forever. Ranks may compile in any order, and some may not compile at all. A
+  counts as a new one. A silent rank has loaded the graph from the cache of an earlier run, in which
+  the verdict was to fuse (`allnorm.integrations.vllm.generation`). So the other ranks fuse too. A
+  rank that cannot fuse raises, because its peers would wait for it in a fused call.
+- `settle`, for any program: a question lists what a rank would do with a graph, and equal questions
+  have the same verdict forever. Ranks may compile in any order, and some may not compile at all. A
   silent rank runs the graph unchanged, so no rank fuses it. But if the silent rank has fused a
-  graph with the same reductions before, it may be running that one now, and the other ranks raise.
+  graph with the same reductions before, it may be running that graph now, and the other ranks
+  raise.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from typing import Any
 from allnorm.errors import AllnormError
 
 # Maximum delay between ranks that compile the same graphs, one after the other. It is well below
-# the timeout of calls, in which peers may be waiting meanwhile.
+# the timeout of calls, because peers may be waiting in a call meanwhile.
 PATIENCE_S = 60.0
 _POLL_S = 0.01
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a rank's attempt."""
+    """The outcome of a rank's attempt to fuse a graph."""
 
     obstacle: str = ""  # why it failed; empty if it succeeded
-    result: str = ""  # text for what it made; equal on ranks that made the same
+    result: str = ""  # describes the fused graph; equal on ranks with equal graphs
 
 
 @dataclass(frozen=True)
 class Step:
-    """The intention of a rank for one reduction of a graph."""
+    """A rank's intention for one reduction in a graph."""
 
-    action: str = ""  # text for the call that it would insert; empty: it keeps the reduction
+    action: str = ""  # describes the call that it would insert; empty: it keeps the reduction
     reason: str = ""  # why it keeps it
 
 
 class Verdicts:
-    """The verdicts of one group, in a `torch.distributed.Store` that all of its ranks have.
+    """The verdicts of one group, in a `torch.distributed.Store` that all its ranks share.
 
     Ranks wait `patience_s` for each other.
     """
@@ -69,13 +70,13 @@ class Verdicts:
         self._world_size = world_size
         self._patience_s = patience_s
         self._asked: collections.Counter[str] = collections.Counter()
-        self._absent: dict[int, str] = {}  # count of a rank's answers when it was given up
-        self._settled: dict[str, tuple[str, bool]] = {}  # by the key of the question
+        self._absent: dict[int, str] = {}  # maps a silent rank to its count of answers then
+        self._settled: dict[str, tuple[str, bool]] = {}  # keyed by the key of the question
 
     def decide(self, question: str, mine: Answer) -> str:
         """Decides whether all ranks do what this one attempted; bounded in time.
 
-        Ranks that attempt the same use the same text as `question`; `mine` is the outcome.
+        Ranks that attempt the same pass the same `question`; `mine` is this rank's outcome.
 
         Returns:
             Why no rank does it, equal on all ranks that ask; empty if all do.
@@ -105,7 +106,7 @@ class Verdicts:
         """Decides whether all ranks do what this one would do with a graph; bounded in time.
 
         Args:
-            kind: the reductions of the graph, which graphs that differ by rank have in common.
+            kind: the graph's reductions, which are the same even if graphs differ between ranks.
             steps: what this rank would do with each reduction.
 
         Returns:
@@ -130,7 +131,7 @@ class Verdicts:
         return reason
 
     def common(self, mine: str) -> str:
-        """Returns the word of all ranks if it is equal on all, otherwise a new, common one."""
+        """Returns `mine` if all ranks have the same word, otherwise a new word for all ranks."""
         self._store.set(f"word/{self._rank}", mine)
         missing = self._wait("word")
         words = {self._read(f"word/{rank}") for rank in range(self._world_size)}
@@ -166,7 +167,7 @@ class Verdicts:
         return str(reason), bool(is_error)
 
     def _differing(self, place: str) -> str:
-        """Returns the key of the answer of a peer that has come to a different graph, or "".
+        """Returns the key of a peer's answer if the peer has come to a different graph, or "".
 
         That peer waits for this rank there, or has given up because this rank is here.
         """
@@ -203,7 +204,7 @@ class Verdicts:
         ), True
 
     def _answers(self, place: str, mine: Answer) -> dict[int, Answer]:
-        """Returns the answers that exist when no peer is waited for any longer."""
+        """Waits for all answers that may still come, and returns the answers received."""
         self._wait(place)
         found = {rank: self._read(f"{place}/{rank}") for rank in range(self._world_size)}
         given = {rank: Answer(*json.loads(text)) for rank, text in found.items() if text}
@@ -241,7 +242,7 @@ class Verdicts:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _proposal(self, answers: dict[int, Answer]) -> tuple[str, str | None]:
-        """Returns why no rank does it, and the known result of those that can."""
+        """Returns why no rank does it, and the result of the ranks that can, if known."""
         able = [answer for _, answer in sorted(answers.items()) if not answer.obstacle]
         result = able[0].result if able else None
         if len(answers) < self._world_size:
@@ -262,7 +263,7 @@ def first_reason(reasons: list[str]) -> str:
 
 
 def places_of(kind: str, steps: Sequence[Step]) -> tuple[str, str]:
-    """Returns the keys of the store for a kind of graphs and for a graph: see `Verdicts.settle`."""
+    """Returns the store keys of a kind of graphs and of a graph; see `Verdicts.settle`."""
     content = json.dumps([kind, [step.action for step in steps]])
     return f"kind/{_digest(kind)}", f"content/{_digest(content)}"
 

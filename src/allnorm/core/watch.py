@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 # Interval at which /proc is polled without a pidfd.
 _POLL_SECONDS = 0.2
-# By this time after its exit, everything that a process sent has arrived, on any link.
+# How long after a process exits everything it sent is certain to have arrived, on any link.
 SETTLED_SECONDS = 0.3
 
 
 class Process(NamedTuple):
-    """A process of any host."""
+    """A process on any host."""
 
-    pid: int  # number in its own namespace
-    started: str  # start time as the kernel counts; empty if it cannot be read
+    pid: int  # process id in its own namespace
+    started: str  # start time in the kernel's clock ticks; empty if it cannot be read
     namespace: str  # host and pid namespace; empty if they cannot be read
 
     def is_visible_from(self, other: Process) -> bool:
@@ -45,7 +45,7 @@ def machine_id() -> str:
 
 
 def this_process() -> Process:
-    """Returns what peers need to watch this process."""
+    """Returns the description of this process that peers need to watch it."""
     try:
         # Namespace numbers are unique on one host only. The initial namespace, outside of
         # containers, has the same number on all hosts.
@@ -76,14 +76,14 @@ class Watch:
     """The peers that one communicator watches.
 
     Args:
-        peers: processes by rank; this process itself is not watched.
-        ended: called by another thread with the rank of a peer that has exited and False; later,
-            when everything that the peer sent has arrived, once more with True.
+        peers: processes in rank order; this process itself is not watched.
+        ended: called from another thread with the rank of a peer that has exited, and False. Called
+            again with True when everything that the peer sent has arrived.
 
     Attributes:
         blind: ranks that cannot be watched: their processes are not visible from here, or this
             process cannot start a thread.
-        watched: the processes of the other ranks.
+        watched: the processes of the other ranks, keyed by rank.
         stopped: whether the watch was stopped.
     """
 
@@ -128,9 +128,9 @@ class Watch:
 
 
 class _Watcher:
-    """The thread that watches, and what it waits for.
+    """The watching thread, and the processes that it waits for.
 
-    Only the thread itself removes watches: stop() may run in a finalizer at any point, also while
+    Only the thread itself removes watches: stop() may run in a finalizer at any point, even while
     this thread or another one holds the lock.
     """
 
@@ -170,7 +170,7 @@ class _Watcher:
 
     def remove(self, watch: Watch) -> None:
         """Removes a watch soon, without taking a lock."""
-        if self._wake is not None:  # otherwise this process is a fork, and the watch its parent's
+        if self._wake is not None:  # otherwise this is a forked child, and the watch its parent's
             self._stopped.append(watch)
             self._notify()
 
@@ -188,7 +188,7 @@ class _Watcher:
                 os.close(descriptor)
 
     def forget(self) -> None:
-        """Releases everything in a child of fork(), which does not have the thread."""
+        """Releases everything in a forked child, which does not have the thread."""
         descriptors = [fd for fd in self._descriptors.values() if fd is not None]
         for descriptor in (*descriptors, *(self._wake or ())):
             with contextlib.suppress(OSError):
@@ -244,7 +244,7 @@ class _Watcher:
             ]
             self._known |= {(id(watch), rank) for watch, rank in reports}
             for process in ended:
-                # It would stay ready forever. Later watches of this process notice its exit at
+                # A pidfd would stay ready forever. Later watches of this process notice its exit at
                 # once, or by polling /proc.
                 descriptor = self._descriptors[process]
                 if descriptor is not None:
@@ -268,7 +268,7 @@ def _open(process: Process) -> int | None:
         return None  # pidfds are not allowed, or the process has exited: /proc tells which
     if lives(process):
         return descriptor
-    os.close(descriptor)  # of a later process with this pid
+    os.close(descriptor)  # it belongs to a later process with this pid
     return None
 
 

@@ -35,9 +35,9 @@ _shared_gpus_allowed = False
 
 
 def allow_shared_gpus(allowed: bool) -> None:
-    """Sets whether several ranks of one GPU may create workspaces; the same on every rank.
+    """Sets whether multiple ranks on one GPU may create workspaces. Set it alike on every rank.
 
-    Ranks of one GPU run one at a time, a thousand times slower. So only tests allow it
+    Ranks that share a GPU run one at a time, a thousand times slower. So only tests allow it
     (`RankPool(share_gpus=True)`).
     """
     global _shared_gpus_allowed
@@ -48,9 +48,9 @@ def allow_shared_gpus(allowed: bool) -> None:
 class Workspace:
     """The mapped workspaces of all ranks."""
 
-    addresses: list[int]  # address of every rank's workspace here; empty if there are none
-    num_bytes: int  # bytes of each
-    obstacle: str = ""  # why there are none; empty if there are
+    addresses: list[int]  # where each rank's workspace is mapped here; empty without workspaces
+    num_bytes: int  # size of each workspace
+    obstacle: str = ""  # why no workspaces exist; empty if they exist
     _release: Callable[[], None] | None = None
     # If some devices do not reach others: the groups of ranks that reach each other, provided that
     # reachability is transitive. Otherwise empty.
@@ -67,7 +67,7 @@ class Workspace:
 
 
 def create(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspace:
-    """Makes a workspace of `num_bytes` on every rank. Collective.
+    """Creates a workspace of `num_bytes` on every rank. Collective.
 
     Raises:
         PeerTimeoutError: a rank did not come.
@@ -94,9 +94,9 @@ def on_one_host(meeting: Rendezvous) -> bool:
 
 
 def _host_identity() -> str:
-    """Returns a text that is equal for processes that can share memory: boot id and /dev/shm.
+    """Returns a string that is equal in all processes that can share memory: boot id and /dev/shm.
 
-    Containers of a host have different host names, and may or may not share its memory.
+    Containers on one host have different host names, and may or may not share /dev/shm.
     """
     machine = watch.machine_id()
     try:
@@ -109,8 +109,8 @@ def _host_identity() -> str:
 def _remove_leftovers(folder: str = "/dev/shm") -> None:
     """Removes shared memory of processes that were killed before they could remove its name.
 
-    A name exists only while the ranks open it. Younger names are kept, because their process may be
-    invisible from here, in another container.
+    A name exists only while the ranks open it. Recent names are kept, because their process may be
+    invisible from here, in a different container.
     """
     for path in glob.glob(f"{folder}/allnorm-*-*"):
         pid = os.path.basename(path).split("-")[1]
