@@ -39,7 +39,7 @@ def keep_aliasing(
 ) -> str:
     """Makes the results share memory exactly as before the rewrite.
 
-    Returns why this is impossible, or "". If it is impossible, the graph must be discarded.
+    Returns "", or the reason why that is impossible. The graph must then be discarded.
     `before` has the fake tensors of the graph's `occurrences` before the rewrite. `inputs` maps
     each storage to the input that owns it and to that input's fake tensor.
     """
@@ -108,5 +108,5 @@ def _view(add: Add, root: Node, looks: Tensor, tensor: Tensor) -> Node | None:
 
 
 def view_of(root: Tensor, sizes: list[int], strides: list[int], offset: int) -> Tensor:
-    """Returns a view of `root` that begins at its element `offset`."""
+    """Returns a view that begins at element `offset` of `root`."""
     return root.as_strided(sizes, strides, root.storage_offset() + offset)

@@ -29,9 +29,9 @@ class Candidate:
         branch: the post norm and the scale factor that are applied before the residual is added.
         sum32: the float32 sum of branch and residual; without a residual, the float32 branch.
         summed: the stored sum, which the fused call returns; None if the graph never stores it.
-        norm: the norm after the residual; None if there is only a post norm.
+        norm: the norm after the residual is added; None if the graph has only a post norm.
         output: how the graph multiplies and rounds the norm's result.
-        numerics: the rounding mode that computes the same bits.
+        numerics: the rounding mode that gives bit-identical results.
         quantization: the quantization of the normed tensor, if the call includes it.
         is_local: whether a tensor (a bias, a shared expert, a delta) is added to the reduced tensor
             and the result is rounded before the residual is added. `reduced` is then this result,
@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def normed(self) -> Value | None:
-        """The result of the norm after the residual."""
+        """The result of the norm after the residual is added."""
         return None if self.output is None else self.output.normed
 
     @property
@@ -149,7 +149,7 @@ class Match:
         numbers: maps nodes to the numbers they compute, which the call takes as constants.
         members: nodes that the call replaces; they are removed unless other nodes read them.
         dead: other nodes that are computed from the reduced tensor but never read.
-        late: whether an input comes after the reduction in the graph.
+        late: whether any input comes after the reduction in the graph.
     """
 
     candidate: Candidate
@@ -181,7 +181,7 @@ class Match:
 
     @property
     def chose_view(self) -> bool:
-        """Whether views were chosen by shape only, so that sizes of 1 may be ambiguous."""
+        """Whether views were chosen only by shape, which can be ambiguous if a size is 1."""
         view, reduced = self.view_x, self.candidate.reduced
         follows = view is None or view.all_input_nodes[0] in reduced.holders
         return bool(self.views) or not follows

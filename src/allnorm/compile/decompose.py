@@ -72,8 +72,7 @@ def _give_bases(schema: Any, kwargs: dict[str, Any], bases: list[Any]) -> list[i
     """Replaces the arguments of `auto_functionalized_v2` with the wrapped operator's arguments.
 
     Returns:
-        The index of each changed argument's base: the wrapper returns new values in the order of
-        the bases.
+        The index of each changed argument's base. The wrapper returns new values in base order.
     """
     places = whole_bases(schema, kwargs)
     if places is None or sorted(places.values()) != list(range(len(bases))):

@@ -22,8 +22,7 @@ class Evaluator(Operands):
 
     Attributes:
         decompositions: functions that compute the results of custom operators.
-        on_the_way: the expressions that such a function computes on its way to the result, keyed by
-            the node that it decomposes.
+        on_the_way: the intermediate expressions of these functions, keyed by the decomposed node.
     """
 
     decompositions: decompose.Decompositions

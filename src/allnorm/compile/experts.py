@@ -38,7 +38,8 @@ def place_experts(values: Values, match: Match) -> str:
     """Makes the call sum the experts' rows, if the reduced tensor is a sum over experts.
 
     Returns:
-        Why the call cannot sum the rows; empty if it can, or if the tensor is not such a sum.
+        Why the call cannot sum the rows; empty if it can, or if the tensor is not a sum over
+        experts.
     """
     candidate = match.candidate
     x, reduced = candidate.reduction.x, candidate.reduced

@@ -80,10 +80,10 @@ def fuse(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: there are fewer example_inputs than the graph has inputs.
+        ValueError: `example_inputs` is shorter than the graph's list of inputs.
         CommunicatorClosedError: `communicator` is closed.
         AllnormError: a communicator could not be created, or peers that do not compile this graph
-            may be running a version of it that was fused differently.
+            may be running a differently fused version.
 
     Either all ranks fuse a graph or none does. A rank waits for peers that do not compile the graph
     for at most a quarter of the timeout, and at most 60 s. Collective if it creates a communicator.

@@ -234,8 +234,7 @@ class Assumed:
 
     Attributes:
         sizes: whether the graph must check the guards on sizes.
-        ones: whether the graph must check that the sizes that are 1 are those that are 1 in the
-            examples.
+        ones: whether the graph must check that exactly the same sizes are 1 as in the examples.
     """
 
     sizes: bool = False

@@ -115,7 +115,7 @@ class Values:
 
     @functools.cached_property
     def live(self) -> set[Node]:
-        """The nodes that have effects, or on which the graph's results depend."""
+        """The nodes that have effects, and those that the graph's results depend on."""
         found: set[Node] = set()
         for node in reversed(self.position):
             used = not found.isdisjoint(node.users)

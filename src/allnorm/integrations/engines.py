@@ -34,7 +34,7 @@ class Outcome:
 
     Attributes:
         communicator: the communicator for the fused calls; None if nothing is fused.
-        reason: why nothing is fused; empty if there is a communicator.
+        reason: why nothing is fused; empty if `communicator` is not None.
     """
 
     communicator: allnorm.Communicator | None

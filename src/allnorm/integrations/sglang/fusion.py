@@ -146,7 +146,8 @@ class Fusion:
             reduced = type(before.norm).forward(before.norm, reduced)
         if before.scale != 1.0:
             reduced = reduced * before.scale
-        # Call the class's forward: the instance's own may be one that completes sums.
+        # Call the class's forward, because the instance's own forward may be one that completes
+        # sums.
         if residual is None:
             return type(module).forward(module, reduced), reduced
         result: _Pair = type(module).forward(module, reduced, residual.clone())

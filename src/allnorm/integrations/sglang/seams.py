@@ -37,8 +37,8 @@ class Seam:
     Attributes:
         role: the key of the hook in `HOOKS`.
         targets: dotted paths for different SGLang versions; the first that exists is hooked.
-        parameters: the first parameters of the function, which the hook relies on. All later
-            parameters must have defaults.
+        parameters: the function's first parameters, on which the hook relies. All later parameters
+            must have defaults.
     """
 
     role: str
@@ -115,7 +115,7 @@ def probe() -> dict[str, str]:
 def check_fields(what: str, thing: object, fields: tuple[str, ...]) -> None:
     """Raises UnsupportedError if one of SGLang's objects lacks fields; the message names them.
 
-    `what` describes the object. Field names may be dotted.
+    `what` describes the object. Field names can be dotted.
     """
     missing = [field for field in fields if not _has(thing, field)]
     if missing:

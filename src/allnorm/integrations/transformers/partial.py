@@ -28,7 +28,7 @@ class PartialSum:
     - `residual + partial` makes its site's fused call.
     - Multiplication by a number, and its site's post norm, return a PartialSum.
     - `reshape`, `view`, and `to` its own dtype return a PartialSum.
-    - Its shape, dtype and device are those of the reduced tensor.
+    - Its shape, dtype and device are the reduced tensor's.
 
     Args:
         value: [..., hidden_size], this rank's partial.

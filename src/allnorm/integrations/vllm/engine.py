@@ -43,7 +43,7 @@ class State:
         word: a random part of the cache keys, equal on all ranks: see `generation`.
         place: the file that stores the word; None on ranks that do not store it.
         graphs: number of graphs that the pass received.
-        reports: reports of all graphs except those that a verdict left unfused.
+        reports: the reports on all graphs except graphs that a verdict left unfused.
         unfused: reasons why graphs run unfused on all ranks.
         broken: which patch failed, if this rank therefore must not fuse; otherwise empty.
     """
@@ -212,7 +212,7 @@ def ready() -> None:
 
 
 def summary(world: int) -> tuple[bool, str]:
-    """Returns whether anything is fused or may be (False: nothing is), and the line to log."""
+    """Returns the line to log, after a bool that is False if nothing in the graphs is fused."""
     if not compiles(STATE.vllm_config):
         return True, f"norms of an eager model are fused over {world} ranks"
     if STATE.graphs == 0:

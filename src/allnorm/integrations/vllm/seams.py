@@ -20,11 +20,11 @@ class Seam:
 
     Attributes:
         module: the dotted name of the module.
-        name: the name of a function, class, method ("Class.method") or field ("Class.field":
-            declared in the class, or assigned to `self` in its constructor), or of anything that is
-            assigned or imported at the module's top level.
-        parameters: the first parameters of a function, without `self`; all later parameters must
-            have defaults.
+        name: a function, a class, a method ("Class.method"), a field ("Class.field", declared in
+            the class or assigned to `self` in its constructor), or any name that is assigned or
+            imported at the module's top level.
+        parameters: a function's first parameters, without `self`; all later parameters must have
+            defaults.
     """
 
     module: str

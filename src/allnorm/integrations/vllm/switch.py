@@ -92,7 +92,7 @@ def was_left_alone(vllm_config: Any) -> bool:
 
 
 def stock_default(vllm_config: Any) -> bool:
-    """Returns whether vLLM's own fusion would run without allnorm."""
+    """Returns whether vLLM's own fusion would run if allnorm were not installed."""
     if was_left_alone(vllm_config):
         return bool(vllm_config.additional_config[KEY]["stock"])
     return bool(vllm_config.compilation_config.pass_config.fuse_allreduce_rms)
