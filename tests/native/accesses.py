@@ -1,4 +1,4 @@
-"""Reads the table of accesses, `csrc/protocol/accesses.h`, and makes defective copies of it."""
+"""Reads the access table (`csrc/protocol/accesses.h`), and creates defective copies of it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .protocol_model.program import Access, Scope
 CSRC = pathlib.Path(__file__).resolve().parents[2] / "csrc"
 HEADER = "protocol/accesses.h"
 _VERB = re.compile(r"#define ALLNORM_(\w+) +\((\w+), +([\w.]+), +([\w.]+)\)")
-Place = tuple[str, str, str]  # part, place and verb of a row, which identify it
+Place = tuple[str, str, str]  # a row's part, place and verb, which identify the row
 _ROW = re.compile(r"  (ACCESS|DO)\(([\w, ]+)\)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """An instruction: its operation, its order and scope such as `relaxed.sys`, and its type."""
+    """An instruction: its operation, its type, and its order and scope, such as `relaxed.sys`."""
 
     operation: str
     order: str
@@ -26,19 +26,19 @@ class Verb:
 
     @property
     def access(self) -> Access:
-        """The access in terms of a memory model."""
+        """The order and scope of this instruction, as a memory model's `Access`."""
         order, _, scope = self.order.partition(".")
         return Access(order, Scope[scope.upper()] if scope else None)
 
     @property
     def bytes(self) -> int:
-        """The number of bytes that it moves."""
+        """The number of bytes that the instruction moves."""
         return {"v4.u32": 16, "u64": 8, "u32": 4}[self.type]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An access of the CUDA kernels. The columns are described at the head of the table."""
+    """An access of the CUDA kernels. The head of the table describes the columns."""
 
     part: str
     place: str
@@ -50,7 +50,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class CpuRow:
-    """An access of `csrc/cpu`."""
+    """An access of the CPU protocol in `csrc/cpu`."""
 
     part: str
     place: str
@@ -64,7 +64,7 @@ class CpuRow:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The whole table. It is immutable: methods that change something return a copy."""
+    """The whole access table. It is immutable: methods that change something return a copy."""
 
     verbs: dict[str, Verb]
     rows: tuple[Row, ...]
@@ -72,7 +72,7 @@ class Table:
     cpu_algorithms: dict[str, tuple[str, ...]]
 
     def part(self, name: str) -> tuple[Row, ...]:
-        """Returns the rows of a part, in order."""
+        """Returns a part's rows, in order."""
         found = tuple(row for row in self.rows if row.part == name)
         if not found:
             raise LookupError(f"{HEADER} has no part {name}")
@@ -86,17 +86,17 @@ class Table:
         return found
 
     def with_verb(self, name: str, order: str) -> Table:
-        """Returns a copy with a different order and scope of a verb."""
+        """Returns a copy in which a verb has a different order and scope."""
         verb = dataclasses.replace(self.verbs[name], order=order)
         return dataclasses.replace(self, verbs={**self.verbs, name: verb})
 
     def without(self, row: Place) -> Table:
-        """Returns a copy without a row."""
+        """Returns a copy without the given row."""
         at = self._at(row)
         return dataclasses.replace(self, rows=self.rows[:at] + self.rows[at + 1 :])
 
     def changed(self, row: Place, **columns: str) -> Table:
-        """Returns a copy with different columns of a row."""
+        """Returns a copy in which some of a row's columns differ."""
         rows = list(self.rows)
         at = self._at(row)
         rows[at] = dataclasses.replace(rows[at], **columns)
@@ -110,7 +110,7 @@ class Table:
         return dataclasses.replace(self, rows=rows)
 
     def with_cpu_order(self, part: str, place: str, order: str) -> Table:
-        """Returns a copy with a different order of an access of the CPU protocol."""
+        """Returns a copy in which one access of the CPU protocol has a different order."""
         rows = [
             dataclasses.replace(row, order=order) if (row.part, row.place) == (part, place) else row
             for row in self.cpu_rows
@@ -119,12 +119,12 @@ class Table:
         return dataclasses.replace(self, cpu_rows=tuple(rows))
 
     def with_cpu_algorithm(self, name: str, *steps: str) -> Table:
-        """Returns a copy with different steps of an algorithm of the CPU protocol."""
+        """Returns a copy in which one algorithm of the CPU protocol has different steps."""
         return dataclasses.replace(self, cpu_algorithms={**self.cpu_algorithms, name: steps})
 
 
 def read_table() -> Table:
-    """Reads the table from the sources."""
+    """Reads the access table from the sources."""
     verbs, rows, cpu_rows = {}, [], []
     algorithms: dict[str, tuple[str, ...]] = {}
     for line in (CSRC / HEADER).read_text().splitlines():

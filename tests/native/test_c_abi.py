@@ -1,4 +1,4 @@
-"""The C ABI with random structs: both libraries accept or refuse the same calls, with messages."""
+"""Tests that both libraries accept or refuse the same random C structs, with messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 FIELDS = dict(_native.Call._fields_)
 INTEGERS = (0, 1, -1, 2, 3, 4, 16, 64, 128, 4096, 2**31 - 1, -(2**31), 2**40, 2**63 - 1, -(2**63))
-# Addresses without memory: a call that passes the checks must not run.
+# Invalid addresses: a call that passes the checks must not run.
 ADDRESSES = (0, 0, 1 << 20, (1 << 20) + 1, 1 << 21, 1 << 22, 1 << 23, 2**64 - 64)
 
 
@@ -29,7 +29,7 @@ def values(kind: type) -> st.SearchStrategy[object]:
 
 
 def base() -> _native.Call:
-    """Returns a call that both libraries accept, except that it has no memory."""
+    """Returns a call that both libraries would accept if its addresses were valid."""
     call = _native.Call()
     call.struct_bytes = ctypes.sizeof(call)
     call.op, call.dtype, call.weight_dtype, call.eps = 1, 2, 2, 1e-6

@@ -1,4 +1,4 @@
-"""Every fault switch of the sources has a test that must report it."""
+"""Tests that every fault switch in the sources has a test that must report the fault."""
 
 from __future__ import annotations
 

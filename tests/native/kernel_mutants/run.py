@@ -1,6 +1,7 @@
-"""Builds each fault of table.py, one at a time, and runs its test, which must report the fault.
+"""Builds the kernels with each fault in table.py, one at a time, and runs the fault's test.
 
-The kernels run on simulated GPUs (csrc/tests/shim). The tests must pass without faults first.
+The test must report the fault. The kernels run on simulated GPUs (csrc/tests/shim). The tests must
+first pass without faults.
 
     python tests/native/kernel_mutants/run.py [--only NAME] [--part 1/32]
 """
@@ -25,7 +26,7 @@ from native.kernel_mutants import table  # noqa: E402
 
 BUILD_TIMEOUT_S = 600
 TEST_TIMEOUT_S = 600
-# Lines of a report that are printed.
+# The number of lines of a report that are printed.
 REPORT_LINES = 12
 
 
@@ -49,7 +50,7 @@ def head(output: str) -> str:
 def built_and_run(
     folder: pathlib.Path, kind: table.Build, test: str, fault: str = ""
 ) -> tuple[int, str]:
-    """Builds a test with a fault, or with none, and runs it. Returns its exit status and output.
+    """Builds and runs a test, optionally with a fault. Returns its exit status and output.
 
     Raises:
         RuntimeError: The test does not compile.
@@ -58,7 +59,7 @@ def built_and_run(
     sanitizer = "thread" if kind == "thread" else ""
     configure = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build), "--log-level=WARNING"]
     configure += ["-DALLNORM_BUILD_TESTS=ON", "-DALLNORM_CUDA=off", f"-DALLNORM_FAULT={fault}"]
-    # With -O1 compiling and running take the least time in total.
+    # With -O1, compiling and running together take the least time.
     configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DALLNORM_SANITIZE={sanitizer}"]
     for command in (
         configure,
@@ -71,13 +72,13 @@ def built_and_run(
 
 
 def try_original(folder: pathlib.Path, kind: table.Build, test: str) -> tuple[str | None, str]:
-    """Runs a test without faults. Returns its problem, or None, and a line for the report."""
+    """Runs a test without faults. Returns the problem, or None, and a line for the report."""
     status, output = built_and_run(folder, kind, test)
     return (None if status == 0 else f"ended with status {status}\n{head(output)}"), "passes"
 
 
 def try_fault(folder: pathlib.Path, fault: table.Fault) -> tuple[str | None, str]:
-    """Runs a test with a fault. Returns None if it reports the fault, and the line that does."""
+    """Runs a test with a fault. Returns the problem, or None, and a line for the report."""
     status, output = built_and_run(folder, fault.build, fault.test, fault.name)
     lines = [line for line in output.splitlines() if any(text in line for text in fault.report)]
     if status == 0:

@@ -1,4 +1,4 @@
-"""The faults of the sources (`csrc/protocol/fault_switch.h`), with the tests that report them."""
+"""The faults in the sources (`csrc/protocol/fault_switch.h`), with the tests that report them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Fault:
     """A defect that a test must report.
 
     Attributes:
-        name: The name of its switch.
-        report: The test must fail and print one of these texts.
-        test: The program that reports it.
+        name: The name of the fault's switch.
+        report: Messages; the test must fail and print one of them.
+        test: The program that reports the defect.
         build: "thread" with ThreadSanitizer, or "plain", with sequentially consistent memory.
     """
 
@@ -50,12 +50,12 @@ def _after_failure(name: str) -> Fault:
 
 
 def _access(name: str, test: str = "cuda_accesses_test") -> Fault:
-    """A fault that only the check of accesses finds: it never causes a wrong result in a test."""
+    """Returns a fault that only the check of accesses finds, because results stay correct."""
     return Fault(name, ("seen",), test)
 
 
 FAULTS = (
-    # Return of slots.
+    # Returning slots.
     _slots("no_fence"),
     _slots("fence_after_number"),
     _slots("number_read_relaxed"),
@@ -64,7 +64,7 @@ FAULTS = (
     _wrong("operations_since_not_counted", HANGS),
     _wrong("equal_for_reached", HANGS),
     _wrong("compared_without_wrapping", HANGS),
-    # Places of slots.
+    # Slot places.
     _slots("half_of_one_operation"),
     _slots("half_as_many_tags"),
     _slots("half_not_handed_back"),
@@ -74,7 +74,7 @@ FAULTS = (
     _races("one_large_phase", SLOT_RACE, WRONG),
     _wrong("one_unit", WRONG, HANGS, NOT_EMPTY),
     _wrong("slots_of_another_rank", WRONG, HANGS, NOT_EMPTY),
-    # Contents of slots.
+    # Slot contents.
     _wrong("one_word_tested"),
     _wrong("not_canonicalized", HANGS),
     _wrong("partials_not_cleared", WRONG, NOT_EMPTY),
@@ -132,7 +132,7 @@ FAULTS = (
     _access("cpu_step_not_waited_for", "cpu_accesses_test"),
 )
 
-# Faults that the models of the protocol report, and those that the rules for machine code report.
+# Faults that the protocol models report, and faults that the machine code rules report.
 OF_MODELS = ("first_tag_word_not_tested", "second_tag_word_not_tested", "one_pull_phase")
 OF_MACHINE_CODE = (
     *("peers_polled_one_by_one", "counters_advanced_by_atomics", "cluster_meets_for_each_row"),

@@ -1,7 +1,7 @@
-"""Numbers, slot places and comparisons of the protocol, computed by compiled functions of `csrc`.
+"""The protocol's numbers, slot places and comparisons, computed by compiled `csrc` functions.
 
-Models of few operations use halves of few units, and defects are switches of the sources
-(`csrc/protocol/fault_switch.h`). Both are definitions for the compiler.
+Models with few operations use halves of few units, and defects are switches in the sources
+(`csrc/protocol/fault_switch.h`). Both are passed to the compiler as definitions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SlotPlace:
     """The slots of one operation.
 
     Attributes:
-        slots: Its unit or large phase.
+        slots: The operation's unit or large phase.
         uses: How many earlier operations used the same slots.
         hands_back: Whether the operation returns slots.
         since: How many operations have passed since an earlier operation returned slots.
@@ -62,7 +62,7 @@ class SlotPlace:
 
 
 class Arithmetic:
-    """The arithmetic of `csrc`, with halves of `half_units` units and the given faults."""
+    """The arithmetic in `csrc`, compiled with halves of `half_units` units and the given faults."""
 
     def __init__(self, half_units: int = 16, faults: tuple[str, ...] = ()) -> None:
         library = self._library = _library(half_units, faults)
@@ -73,9 +73,9 @@ class Arithmetic:
         self.tested_words = frozenset(word for word in range(4) if words >> word & 1)
         self.reached = self._compare(lambda seen, op: library.model_reached(seen, op))
         nan_e4m3, canonical = library.model_nan_e4m3(), library.model_canonical_word() % (1 << 32)
-        # The word stored for NaN, by its contents: 16- or 32-bit numbers, four e4m3 numbers, the
-        # float32 scale of a 16-bit row, or four e2m1 numbers with their scale. The kernels' stores
-        # are checked by csrc/tests/cuda_accesses_test.cpp.
+        # The word stored for NaN, keyed by the word's contents: 16- or 32-bit numbers, four e4m3
+        # numbers, a 16-bit row's float32 scale, or four e2m1 numbers with their scale.
+        # csrc/tests/cuda_accesses_test.cpp checks the kernels' stores.
         self.nan_words = {
             "16": canonical,
             "32": canonical,
@@ -90,7 +90,7 @@ class Arithmetic:
         )
 
     def is_tag_of(self, index: int) -> Compare:
-        """Returns the comparison of word `index` of a tag with the number of an operation."""
+        """Returns a function that compares word `index` of a tag with an operation's number."""
         return self._compare(lambda seen, op: self._library.model_is_tag_of(index, seen, op))
 
     def slot_places(

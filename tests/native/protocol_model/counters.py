@@ -1,17 +1,17 @@
-"""The exchange as a state machine: visits every state of numbers, slots, deadlines and deaths.
+"""Explores the exchange as a state machine: all states of numbers, slots, deadlines and deaths.
 
-Numbers are those of the device, modulo 2^32. A rank runs one kernel at a time, with the threads
-that `kernels.py` describes. A store to a peer takes effect at once: only the receiver reads it, so
-a late store is equivalent to a late end of a wait. A clear takes effect at any later time, but its
-own rank sees it at once. A fence waits until the clears of earlier kernels have taken effect. If
-the setting allows it, a wait may time out and a rank may die at any time.
+Numbers wrap modulo 2^32, as on the device. A rank runs one kernel at a time, with the threads
+that `kernels.py` describes. A store to a peer takes effect immediately. Only the receiver reads the
+stored value, so a late store is equivalent to a wait that ends late. A clear takes effect at any
+later time, but its own rank sees it immediately. A fence waits until the clears of earlier kernels
+have taken effect. If the setting allows it, a wait can time out and a rank can die at any time.
 
-Words have bits. Operations with different transports, and therefore different layouts, may use the
-same unit, where a word of one lies at the place of a different kind of word of the other. Whether
-it is a NaN depends on how the reader interprets its bits.
+Words are modelled with their bits. Operations with different transports, and therefore different
+layouts, can use the same unit. The same place can then hold a different kind of word in each
+operation. Whether the word is a NaN depends on how the reader interprets its bits.
 
-The table of accesses says which stores a thread leaves out after a failure. This file says what
-else it does then. csrc/tests/cuda_accesses_test.cpp compares both with the kernels.
+The access table lists the stores that a thread omits after a failure. This file defines the rest of
+its behavior after a failure. csrc/tests/cuda_accesses_test.cpp compares both with the kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .kernels import DATA, EMPTY, HEAD, LANE, Kernels, Put, Setting, Wait, Word
 class Rank(NamedTuple):
     kernel: int  # the current or next operation
     running: bool
-    threads: tuple[int, ...]  # position of each thread in its program; -1: at its end
+    threads: tuple[int, ...]  # each thread's position in its program; -1: at the end
     failed: tuple[bool, ...]
     poisoned: int  # the operation that failed, or -1
     nan_of: int  # the first operation that received a NaN from a peer, or -1
@@ -40,7 +40,7 @@ class Clear(NamedTuple):
 
 
 class State(NamedTuple):
-    """A state of all ranks. Constructed directly, because _replace() is slow."""
+    """The state of all ranks. Code constructs it directly, because _replace() is slow."""
 
     ranks: tuple[Rank, ...]
     memory: tuple[Any, ...]
@@ -52,7 +52,7 @@ class WrongError(Exception):
 
 
 def is_nan(word: int, bits: str) -> bool:
-    """Returns whether all numbers of a 32-bit word are NaN if it is read as `bits`."""
+    """Returns whether all numbers in a 32-bit word are NaN if the word is read as `bits`."""
     if bits == "e4m3":
         return all(word >> shift & 0x7F == 0x7F for shift in (0, 8, 16, 24))
     if bits == "nvfp4":  # the scale is NaN and the elements are zero
@@ -64,7 +64,7 @@ def is_nan(word: int, bits: str) -> bool:
 
 
 class Machine:
-    """The state machine of an exchange in a setting."""
+    """The state machine of an exchange in the given setting."""
 
     def __init__(self, exchange: Exchange, setting: Setting) -> None:
         kernels = Kernels(exchange, setting)
@@ -81,7 +81,7 @@ class Machine:
         return State((rank,) * self.setting.world_size, tuple(self.memory.values()), frozenset())
 
     def _seen(self, state: State, rank: int, location: Any) -> Any:
-        """Returns the value that a rank reads: its own pending clear, or memory."""
+        """Returns the value that a rank reads: EMPTY if its own clear is pending, else memory."""
         for clear in state.pending:
             if clear.rank == rank and clear.location == location:
                 return EMPTY
@@ -154,7 +154,7 @@ class Machine:
         return self._with(state, rank, me)
 
     def _fail(self, state: State, rank: int, thread: int) -> State:
-        """Lets a wait time out."""
+        """Returns the state after a thread's wait has timed out."""
         me = state.ranks[rank]
         failed = (*me.failed[:thread], True, *me.failed[thread + 1 :])
         poisoned = me.kernel if me.poisoned < 0 else me.poisoned
@@ -191,7 +191,7 @@ class Machine:
         return self._beyond(state, rank, thread, me)
 
     def _forget(self, state: State) -> State:
-        """Removes what no live rank reads any more, so that equivalent states are equal."""
+        """Removes state that no live rank can still read, so that equivalent states are equal."""
         if not (self.setting.deadlines or self.setting.deaths or self.setting.diverging):
             return state
         blind = set()
@@ -210,7 +210,7 @@ class Machine:
         return State(state.ranks, memory, pending)
 
     def next_states(self, state: State) -> Iterator[State]:
-        """Returns all states after one step."""
+        """Returns all states that one step can lead to."""
         if self.setting.eager:
             for rank, thread in self._lanes(state):
                 step = self._success(state, rank, thread)
@@ -221,7 +221,7 @@ class Machine:
         return (self._checked(state, after, ready) for after in self._successors(state))
 
     def _lanes(self, state: State) -> list[tuple[int, int]]:
-        """Returns the threads that move no data and are not at their end."""
+        """Returns the threads that move no data and have not finished."""
         return [
             (rank, thread)
             for rank, me in enumerate(state.ranks)
@@ -269,7 +269,7 @@ class Machine:
         item = self._programs[rank, me.kernel][thread][me.threads[thread]]
         if isinstance(item, Wait) and (self.setting.deadlines or me.poisoned >= 0):
             yield self._fail(state, rank, thread)
-            if item.kind == HEAD:  # other threads of the block continue normally
+            if item.kind == HEAD:  # the block's other threads continue normally
                 poisoned = me.kernel if me.poisoned < 0 else me.poisoned
                 yield self._beyond(state, rank, thread, me._replace(poisoned=poisoned))
 
@@ -287,14 +287,14 @@ class Machine:
         return self._beyond(state, rank, thread, me)
 
     def _beyond(self, state: State, rank: int, thread: int, me: Rank) -> State:
-        """Moves a thread past its wait or fence; `me` replaces the state of its rank."""
+        """Moves a thread past its wait or fence; `me` becomes the state of its rank."""
         threads = (*me.threads[:thread], me.threads[thread] + 1, *me.threads[thread + 1 :])
         state = self._with(state, rank, me._replace(threads=threads))
         return self._ended(self._advance(state, rank, thread), rank)
 
 
 def explore(exchange: Exchange, setting: Setting) -> tuple[int, str | None]:
-    """Visits every state. Returns their number and a problem, or None."""
+    """Visits every state. Returns the number of states, and a problem or None."""
     machine = Machine(exchange, setting)
     known = {machine.start()}
     pending = list(known)

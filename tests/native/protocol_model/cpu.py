@@ -1,9 +1,10 @@
-"""The CPU protocol as litmus programs, from the table of accesses.
+"""The CPU protocol as litmus programs, derived from the access table.
 
-csrc/tests/cpu_accesses_test.cpp compares the table with `csrc/cpu`. From C++'s memory model, the
-programs need three things. Happens-before of release, acquire and non-atomic accesses is the base
-causality order of `ptx.py` when every thread is in every scope. Races are undefined. Accesses with
-seq_cst have one order, which must agree with program order and with what they read and overwrite.
+csrc/tests/cpu_accesses_test.cpp compares the table with `csrc/cpu`. The
+programs need three parts of C++'s memory model. Happens-before of release, acquire and non-atomic
+accesses is the base causality order in `ptx.py` when every thread is in every scope. Races are
+undefined. All seq_cst accesses have one order, which must agree with program order and with the
+writes that the accesses read and overwrite.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Pull:
 
     Attributes:
         phases: The number of phases of a workspace.
-        accesses: Accesses by part and place.
+        accesses: The accesses, keyed by part and place.
         algorithms: The steps of each algorithm in program order: announce, write_partial,
             publish_1, wait_1, read_partial, write_sum, publish_2, wait_2, read_sum.
     """
@@ -37,7 +38,7 @@ class Pull:
 
 
 def pull_of(table: Table | None = None, faults: tuple[str, ...] = ()) -> Pull:
-    """Returns the CPU protocol of `table`, by default that of the sources."""
+    """Returns the CPU protocol described by `table`, by default the table in the sources."""
     table = table or read_table()
     return Pull(
         phases=Arithmetic(faults=faults).pull_phases,
@@ -96,7 +97,7 @@ def _call(
 def _expect(
     program: Program, thread: Thread, access: Access, where: tuple[str, int, int], k: int, name: str
 ) -> None:
-    """Adds a read that must return the value of operation k."""
+    """Adds a read that must return the value written by operation k."""
     program.read(
         thread,
         access,
@@ -107,7 +108,7 @@ def _expect(
 
 
 def sleep_program(pull: Pull) -> tuple[Program, Event, Event]:
-    """Returns a program of publish() and sleep(), and the two reads of which one must succeed."""
+    """Returns a program of publish() and sleep(), and its two reads; one of them must succeed."""
     program = Program()
     program.initialize("published", 0)
     program.initialize("sleepers", 0)

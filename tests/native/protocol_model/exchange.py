@@ -1,4 +1,4 @@
-"""The CUDA protocol for the models: its steps, from the table of accesses, and its arithmetic."""
+"""The CUDA protocol for the models: its arithmetic, and its steps from the access table."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from .program import Access
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of a thread.
+    """A step of a thread in the exchange.
 
     Attributes:
-        kind: "store" to peers, "wait" for peers, "clear" of an own slot, "fence" or "barrier".
+        kind: "store" to peers, "wait" for peers, "clear" of the rank's own slot, "fence" or
+            "barrier".
         where: "tag0", "tag1", "released", "partial", "finished" or "scale".
-        offset: Added to the number of the operation to get the number stored or waited for.
-        compare: Whether a wait accepts a number, (seen, expected); None: any word but the empty
-            one.
-        unless: The store is left out if the rank "failed", or "failed_before" this operation;
+        offset: Added to the operation's number to get the number that is stored or waited for.
+        compare: Function of (seen, expected) that returns whether a wait accepts a number; None:
+            the wait accepts any word but the empty one.
+        unless: When the store is omitted: if the rank "failed", or "failed_before" this operation;
             "": never.
         since: Whether the number of operations since slots were last returned is subtracted.
         if_hands_back: Whether only operations that return slots do this step.
-        bits: Contents of a word stored or waited for: "e4m3", "nvfp4" or "scale"; "": the bits of
-            the rows.
+        bits: Contents of the word that is stored or waited for: "e4m3", "nvfp4" or "scale"; "":
+            the bits of the rows.
     """
 
     kind: str
@@ -41,7 +42,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """Steps on slots. Every rank runs `send`; ranks that sum run `own`, the others `receive`."""
+    """Steps on slots: every rank runs `send`; ranks that sum run `own`, the others `receive`."""
 
     all_sum: bool
     send: tuple[Step, ...]
@@ -51,17 +52,18 @@ class Transport:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The protocol of the table and the sources.
+    """The protocol, as defined by the access table and the sources.
 
     Attributes:
         arithmetic: Arithmetic of numbers and slot places.
         waits_for_grid: Whether kernels wait until the preceding grid is complete.
-        roll_call: Steps of a lane of the service cluster's first warp, for its peer.
-        hand_back: Steps of a lane of its second warp.
+        roll_call: Steps of a lane in the service cluster's first warp, for the lane's peer.
+        hand_back: Steps of a lane in the service cluster's second warp.
         transports: Transports by name.
-        head: First steps of lanes in every block of a large operation; a "barrier" of the block is
-            the last one.
-        first_released: The number in a new workspace, relative to that of the first operation.
+        head: First steps of lanes in every block of a large operation; the last of them is a
+            "barrier" of the block.
+        first_released: The operation number that a new workspace's slots were "returned" by,
+            relative to the first operation's number.
     """
 
     arithmetic: Arithmetic
@@ -83,7 +85,7 @@ class Exchange:
         return steps + [(s, peers if sums else [owner]) for s in (of.own if sums else of.receive)]
 
 
-# Whether all ranks sum, and the parts of the table that are `send`, `own` and `receive`.
+# Maps a transport to whether all ranks sum, and to its `send`, `own` and `receive` table parts.
 _TRANSPORTS = {
     "one_shot": (True, ("one_shot_send",), ("one_shot_own",), ()),
     "two_shot": (False, ("two_shot_send",), ("two_shot_own",), ("two_shot_receive",)),
@@ -95,7 +97,7 @@ _TRANSPORTS = {
 _NUMBERS = {
     "op": {"offset": 0},
     "last": {"offset": -1, "since": True},
-    # Only in defects.
+    # Used only by defects.
     "last - 2": {"offset": -3, "since": True},
     "same": {"offset": 0, "since": True},
     "next": {"offset": 1},
@@ -133,10 +135,10 @@ def _step(table: Table, arithmetic: Arithmetic, row: Row, bits: str = "") -> Ste
 def exchange_of(
     table: Table | None = None, half_units: int = 2, faults: tuple[str, ...] = ()
 ) -> Exchange:
-    """Returns the protocol of `table`, by default that of the sources.
+    """Returns the protocol described by `table`, by default the table in the sources.
 
-    With halves of two units, that is of two operations, slots are soon used again, so few
-    operations suffice. With four units, some operations wait for a number but do not return slots.
+    With halves of two units (two operations), slots are soon reused, so few operations suffice.
+    With four units, some operations wait for a number but do not return slots.
     """
     table = table or read_table()
     arithmetic = Arithmetic(half_units, faults)
@@ -147,7 +149,7 @@ def exchange_of(
 
     def transport(name: str) -> Transport:
         all_sum, *parts = _TRANSPORTS[name]
-        # Quantized rows have different bits in the second hop; words of NVFP4 contain their scale.
+        # In the second hop, quantized rows have different bits; NVFP4 words contain their scale.
         second = {"owned_quantized": "e4m3", "owned_nvfp4": "nvfp4"}.get(name)
         bits = {"finished": second, "scale": "scale"} if second else {}
         send, own, receive = (

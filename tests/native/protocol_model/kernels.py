@@ -1,4 +1,4 @@
-"""The kernels of an exchange for `counters.py`: the stores, clears and waits of each thread."""
+"""An exchange's kernels for `counters.py`: the stores, clears and waits of each thread."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ WRAP = 1 << 32
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The operations to explore, and what may happen to them.
+    """The operations to explore, and the events that may happen to them.
 
     Attributes:
-        transport: The transport of all operations, or of each.
+        transport: The transport of all operations, or one for each.
         large, small: The operations that take a large phase, and those that take a unit.
         deadlines: Whether waits may time out.
         deaths: How many ranks may die.
-        diverging: The rank and the operation of a call that differs from that of its peers.
-        eager: Whether steps of the roll call and of returning slots come first, as soon as they are
-            possible. This leaves out interleavings only, provided that a value that such a thread
-            waits for does not disappear. Explorations that are not eager check this.
-        bits: Bits of the rows of all operations, or of each: "16" or "32".
-        shift: By how many places the slots of each operation are displaced, so that words of
+        diverging: The rank and operation of a call that differs from the peers' calls.
+        eager: Whether the steps that call the roll and return slots come first, as soon as they are
+            possible. This only omits interleavings, provided that a value that such a thread waits
+            for does not disappear. Explorations that are not eager check this condition.
+        bits: The rows' bits for all operations, or for each: "16" or "32".
+        shift: The number of places by which each operation's slots are displaced, so that words of
             different layouts share a place.
     """
 
@@ -53,7 +53,7 @@ class Setting:
 
 
 class Word(NamedTuple):
-    """The value in a slot: the data of an operation and a rank, or a NaN of the same bits."""
+    """The value in a slot: data of one operation and rank, or a NaN with the same bits."""
 
     op: int
     rank: int
@@ -63,7 +63,7 @@ class Word(NamedTuple):
 
 
 class Put(NamedTuple):
-    """A store to a peer, or a clear of an own slot.
+    """A store to a peer, or a clear of the rank's own slot.
 
     `sums`: whether the value depends on an earlier wait of the thread.
     """
@@ -103,7 +103,7 @@ class Kernels:
         return self._op(k) % self.exchange.arithmetic.tag_slots
 
     def _places(self) -> int:
-        """Places of an operation: a partial of each rank, a finished word and a scale."""
+        """The number of places per operation: a partial for each rank, a finished word, a scale."""
         return self.setting.world_size + 2
 
     # ---- the program of a kernel -----------------------------------------------------------------
@@ -124,7 +124,7 @@ class Kernels:
                         yield where, (self._op(before), -1)
 
     def _threads(self, rank: int, k: int) -> list[list[Any]]:
-        """Returns the program of each thread: Put, Wait and "fence"."""
+        """Returns each thread's program, a list of Put, Wait and "fence" items."""
         peers = [peer for peer in range(self.setting.world_size) if peer != rank]
         owner = self._slot_places[k].uses % max(1, self.setting.world_size - 1)
         steps = self.exchange.data_steps(self.setting.transport_of(k), rank, owner, peers)
@@ -146,7 +146,7 @@ class Kernels:
         return [self._head(rank, peers, k) + program for program in programs]
 
     def _head(self, rank: int, peers: list[int], k: int) -> list[Any]:
-        """Returns the wait at the head of a large operation: of all lanes of the first warp."""
+        """Returns a large operation's first wait, which combines all lanes of the first warp."""
         if k not in self.setting.large:
             return []
         waits = [s for s in self.exchange.head if s.kind == "wait"]

@@ -1,4 +1,4 @@
-"""Defects of the protocol by name: edits of the table of accesses, or faults of the sources."""
+"""Named protocol defects: edits of the access table, or faults in the sources."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Defect:
     """A defect of the protocol.
 
     Attributes:
-        edit: Changes the table of accesses.
-        faults: Switches of `csrc/protocol/fault_switch.h`.
+        edit: Changes the access table.
+        faults: Switches from `csrc/protocol/fault_switch.h`.
         first_released: A wrong number in new workspaces, or None.
     """
 
@@ -52,8 +52,8 @@ def _always_stored(row: Place) -> Defect:
     return _changed(row, when="always")
 
 
-# Verbs of accesses across the link, each made weak or reduced to GPU scope. Those of 8 and 4 bytes
-# also push packed rows and their scales.
+# Verbs that access memory across the link, each made weak or reduced to GPU scope. The 8-byte and
+# 4-byte verbs also push packed rows and their scales.
 _LINK = {
     "push": ("STORE_PACK", "relaxed"),
     "poll of a slot": ("LOAD_PACK", "relaxed"),
@@ -79,7 +79,7 @@ def _numbers_waited_for(number: str) -> Defect:
     )
 
 
-# Defects of the exchange itself: each breaks it with two ranks and any transport.
+# Defects of the exchange itself: each breaks the exchange with two ranks and any transport.
 EXCHANGE_MUTANTS = {
     "no fence": _without(_ROW_FENCE),
     "fence of GPU scope": _verb("FENCE", "acq_rel.gpu"),
@@ -128,11 +128,11 @@ TRANSPORT_MUTANTS = {
     "no clear of a scale": ("owned_quantized", _without(("packed_receive", "scale", "CLEAR_U32"))),
 }
 
-# Defects that need slots of several words.
+# Defects that only show in slots with more than one word.
 WORD_MUTANTS = {"one word of a slot not tested": _fault("one_word_tested")}
 
-# Stores into slots after a failure. Each with the transport of the operation that a peer is still
-# in, that of later operations, and the shift of their slots.
+# Stores into slots after a failure. Each has the transport of the operation that a peer is still
+# running, the transport of later operations, and the shift of the later operations' slots.
 LATE_MUTANTS = {
     "sums relayed after a failure": (
         ("owned_quantized", "two_shot", 0),
@@ -168,7 +168,7 @@ LATE_MUTANTS = {
     ),
 }
 
-# Defects of numbers and slots, for the state machine. Some only show where numbers wrap.
+# Defects of numbers and slots, for the state machine. Some show only where numbers wrap.
 COUNTER_MUTANTS = {
     **{
         name: EXCHANGE_MUTANTS[name]
@@ -181,7 +181,7 @@ COUNTER_MUTANTS = {
     "numbers compared without wrapping": _fault("compared_without_wrapping"),
     "operations that do not return slots not counted": _numbers_waited_for("op - 1"),
 }
-# Defects that do not show in halves of two operations.
+# Defects that do not show if halves hold two operations.
 SEEN_IN_LONGER_HALVES = ("operations that do not return slots not counted",)
 
 ALL = (

@@ -1,4 +1,4 @@
-"""Parses litmus tests: a column of PTX-like instructions for each thread."""
+"""Parses litmus tests, which have a column of PTX-like instructions for each thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from .program import Access, Event, Program, Scope, Thread
 
-# The GPU and block of a thread. Threads with the same letter are in the same block.
+# Maps a thread's letter to its GPU and block: threads with the same letter share a block.
 _PLACES = {"A": (0, 0), "N": (0, 1), "B": (1, 1), "C": (2, 2), "D": (3, 3)}
 _SCOPES = {"cta": Scope.CTA, "gpu": Scope.GPU, "sys": Scope.SYS}
 _INSTRUCTION = re.compile(
@@ -19,14 +19,14 @@ _INSTRUCTION = re.compile(
 def parse(*columns: str, data_dependent: bool = False) -> tuple[Program, dict[str, Event]]:
     """Parses threads such as `"A: st.relaxed.sys x 1; ld.acquire.sys r1 y"`.
 
-    `bar.sync` is a barrier of all threads of a block that have it. Locations are initially 0.
+    `bar.sync` is a barrier among all threads of a block that execute it. Locations are initially 0.
 
     Args:
         columns: The threads.
         data_dependent: Whether each store depends on the earlier loads of its thread.
 
     Returns:
-        The program, and its reads by the names of their registers.
+        The program, and a dict that maps register names to the program's reads.
     """
     program = Program()
     reads: dict[str, Event] = {}

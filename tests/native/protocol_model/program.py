@@ -1,4 +1,4 @@
-"""Litmus programs: events of threads, their static order, and waits."""
+"""Litmus programs: the events of threads, their static order, and waits."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Thread:
 class Event:
     """One operation of a thread.
 
-    A read with `accepts` is a wait: it polls until `accepts` is true of the value, and only then do
-    later events of its thread happen. `expected` is true of the correct values of a read or wait.
+    A read with `accepts` is a wait: it polls until `accepts` is true for the value. Later events of
+    its thread happen only after that. `expected` is true for the correct values of a read or wait.
     """
 
     index: int
@@ -85,7 +85,7 @@ INITIALLY = Thread("initially", -1)
 class Program:
     """Events in program order, joints between threads, and initial values.
 
-    A joint is a barrier or the boundary of two kernels: some threads reach it after their last
+    A joint is a barrier or the boundary between two kernels. Some threads reach it after their last
     event so far, and some threads continue from it.
     """
 
@@ -93,8 +93,8 @@ class Program:
         self.events: list[Event] = []
         self.initial: dict[Hashable, Event] = {}
         self.threads: dict[Thread, list[Event]] = {}
-        # Static "synchronizes" edges; and dependences, where the second event cannot happen before
-        # the first, which need not order memory.
+        # Static "synchronizes" edges, and dependences. A dependence need not order memory: it only
+        # means that the second event cannot happen before the first.
         self.synchronizes: list[tuple[Event, Event]] = []
         self.depends: list[tuple[Event, Event]] = []
 
@@ -138,7 +138,7 @@ class Program:
     ) -> None:
         """Orders all events of `before` so far before all later events of `after`.
 
-        Without `orders_memory` this holds only in time, not in causality order.
+        Without `orders_memory`, the events are ordered only in time, not in causality order.
         """
         joint = self._add(Event(len(self.events), "joint", INITIALLY, Access(), name="joint"))
         for thread in before:
@@ -155,7 +155,7 @@ class Program:
     # ---- derived from a complete program --------------------------------------------------------
 
     def program_order(self) -> list[tuple[Event, Event]]:
-        """Returns each event with the next one of its thread."""
+        """Returns pairs of each event and the next event of its thread."""
         return [
             (first, second)
             for events in self.threads.values()
@@ -163,7 +163,7 @@ class Program:
         ]
 
     def closure(self, edges: Iterable[tuple[Event, Event]]) -> list[int]:
-        """Returns rows of bits: bit y of row x is set if acyclic `edges` lead from x to y."""
+        """Returns a bit mask per event x: bit y is set if a path of acyclic `edges` leads to y."""
         following: list[list[int]] = [[] for _ in self.events]
         for first, second in edges:
             following[first.index].append(second.index)

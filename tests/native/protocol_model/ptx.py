@@ -3,11 +3,12 @@
 Follows the PTX ISA, chapter "Memory Consistency Model" (8.7 to 8.10 of PTX 9.0), for programs of
 loads, stores, fences and barriers through the generic proxy: without read-modify-writes, with one
 width for all accesses of a location, and one address per location. A vector access is written as
-several scalar accesses to different locations.
+multiple scalar accesses to different locations.
 
 Relations that only forbid executions (causality order, the closure for no-thin-air) are encoded in
-one direction: what they must contain. Anything that a solver adds only forbids more, so it finds an
-execution exactly if the smallest such relation allows one.
+one direction: the constraints only require the pairs that a relation must contain. Pairs that a
+solver adds only forbid more, so it finds an execution if and only if the smallest relations allow
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .relations import Relations, morally_strong
 
 
 class Executions(Relations):
-    """The executions of `program` that the model allows."""
+    """The executions of a program that the memory model allows."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -69,7 +70,7 @@ class Executions(Relations):
                 )
 
     def _location_axioms(self) -> None:
-        """SC per location: program order and morally strong communication have no cycle."""
+        """Requires SC per location: no cycle of program order and morally strong communication."""
         for writes, reads in self.locations.values():
             place = {e: z3.Int(f"at:{e.index}") for e in (*writes, *reads)}
             for w, other in itertools.permutations(writes, 2):
@@ -88,7 +89,7 @@ class Executions(Relations):
                     self.solver.add(place[x] < place[y])
 
     def _no_thin_air(self) -> None:
-        """Reads-from and dependences have no cycle. Events after a wait depend on it."""
+        """Forbids cycles of reads-from and dependences. Events after a wait depend on the wait."""
         time = {e: z3.Int(f"time:{e.index}") for e in self.program.events if e.kind != "fence"}
         for r, sources in self.reads_from.items():
             for w, variable in sources.items():
@@ -104,7 +105,7 @@ class Executions(Relations):
                         self.solver.add(time[first] <= time[then])
 
     def _sc_accesses(self) -> None:
-        """From C++, not PTX: all seq_cst accesses have one order."""
+        """Requires one order of all seq_cst accesses, a rule of C++ and not of PTX."""
         sc = [e for e in self.program.events if e.access.order == "sc" and e.kind != "fence"]
         place = {e: z3.Int(f"order:{e.index}") for e in sc}
         for x, y in itertools.permutations(sc, 2):

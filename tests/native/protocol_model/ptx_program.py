@@ -1,7 +1,7 @@
 """The exchange as a litmus program: a few operations of a few ranks, with one slot of each kind.
 
-Every operation is a kernel with different threads, because grids may have different shapes. Layouts
-differ as well, so each use of a slot has a different sender.
+Every operation is a kernel with its own threads, because grids can have different shapes. Layouts
+can differ too, so each use of a slot has a different sender.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .program import Access, Program, Scope, Thread
 EMPTY = "empty"
 FIRST_OP = 120  # earlier operations must not have negative numbers
 
-# Kinds of threads: a kernel boundary lies between each kind and each kind of the next kernel.
+# Kinds of threads. Each kind in one kernel has a boundary with each kind in the next kernel.
 DATA, ROLL_CALL, HAND_BACK = "data", "roll call", "hand-back"
 Threads = dict[str, list[Thread]]
 BOUNDARIES = tuple(itertools.product((DATA, ROLL_CALL, HAND_BACK), repeat=2))
@@ -30,11 +30,11 @@ class Setting:
     """The size of a program, and its kernel boundaries.
 
     Attributes:
-        words: The words of a slot.
+        words: The word indices of a slot.
         large, small: The operations that take a large phase, and those that take a unit.
         unordered: Kernel boundaries that order time, but not memory accesses.
-        boundary_scope: None: a kernel boundary is a "synchronizes" edge, as in PTX. Otherwise it
-            only consists of flags and fences of this scope, by an extra thread of the GPU.
+        boundary_scope: None: a kernel boundary is a "synchronizes" edge, as in PTX. Otherwise, a
+            boundary is made only of flags and fences of this scope, in an extra thread per GPU.
     """
 
     world_size: int = 2
@@ -81,7 +81,7 @@ class ExchangeProgram:
         }
 
     def _boundary(self, rank: int, k: int, before: Threads, after: Threads) -> None:
-        """Adds the boundary between operations k - 1 and k of a rank."""
+        """Adds the kernel boundary between a rank's operations k - 1 and k."""
         unordered = self.setting.unordered
         if self.setting.boundary_scope is not None:
             self._flagged_boundary(rank, k, _all(before), _all(after))
@@ -138,7 +138,7 @@ class ExchangeProgram:
             yield ("scale", receiver, slots, word)
 
     def _owner(self, k: int) -> int:
-        """Returns the owner: with three ranks, it changes when slots are used again."""
+        """Returns the owner of operation k; with three ranks, it changes when slots are reused."""
         return self._slot_places[k].uses % max(1, self.setting.world_size - 1)
 
     def _slot(self, step: Step, k: int, receiver: int, source: int, word: int) -> Hashable:
@@ -168,7 +168,7 @@ class ExchangeProgram:
             self._data(step, threads[DATA][0], rank, k, of)
 
     def _begin_large(self, rank: int, k: int, peers: list[int], threads: Threads) -> None:
-        """Adds the head of a large operation: each block's first warp waits, then its barrier."""
+        """Adds a large operation's head: each block's first warp waits, and a barrier follows."""
         data, *lanes = threads[DATA]
         serving = [*threads[ROLL_CALL], *threads[HAND_BACK]]
         for block, waiting in (([data, *lanes], lanes), (serving, threads[ROLL_CALL])):
@@ -180,7 +180,7 @@ class ExchangeProgram:
                     self._number(step, thread, rank, peer, k)
 
     def _number(self, step: Step, thread: Thread, rank: int, peer: int, k: int) -> None:
-        """Adds a step on the number of the operation, by a lane whose peer is `peer`."""
+        """Adds a step that uses the operation's number, in the lane for `peer`."""
         op = FIRST_OP + k + step.offset - step.since * self._slot_places[k].since
         slot: tuple[int, ...] = ()
         if step.where != "released":
@@ -203,7 +203,7 @@ class ExchangeProgram:
             )
 
     def _data(self, step: Step, thread: Thread, rank: int, k: int, peers: list[int]) -> None:
-        """Adds a step of a thread that sends data to `peers`, or receives it from them."""
+        """Adds a step of a thread that sends data to `peers` or receives data from them."""
         for peer, word in itertools.product(peers, self.setting.words):
             receiver, source = (peer, rank) if step.kind == "store" else (rank, peer)
             place = self._slot(step, k, receiver, source, word)

@@ -1,4 +1,4 @@
-"""The relations of the PTX model over an execution: what happens, communicates and precedes."""
+"""The PTX model's relations over an execution: happening, communication and causality."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Edge = tuple[Event, Event, z3.BoolRef]
 
 
 def morally_strong(x: Event, y: Event) -> bool:
-    """Returns whether two operations are morally strong (PTX 8.7); accesses share a location."""
+    """Returns whether x and y are morally strong (PTX 8.7); accesses must share a location."""
     if x.thread == y.thread:
         return True
     if not (x.access.strong and y.access.strong):
@@ -22,10 +22,10 @@ def morally_strong(x: Event, y: Event) -> bool:
 
 
 class Relations:
-    """The relations of the executions of a program, as variables and constraints of a solver.
+    """The relations of a program's executions, as a solver's variables and constraints.
 
     Attributes:
-        reads_from: For each read, the variables of the writes that it may read from.
+        reads_from: For each read, the writes that it may read from, with their variables.
         coherence: For each pair of writes of a location, whether the first precedes the second.
         stuck: For each wait, whether it never ends.
         happens: For each event, whether it is executed. No event follows a stuck wait.
@@ -85,7 +85,7 @@ class Relations:
             self._forward_progress(r)
 
     def _forward_progress(self, r: Event) -> None:
-        """A stuck poll reads the last of the writes that it must eventually see."""
+        """Requires that a stuck poll reads the last of the writes that it must eventually see."""
         for w, variable in self.reads_from[r].items():
             for later in self.reads_from[r]:
                 if later is not w and morally_strong(later, r):
@@ -120,7 +120,7 @@ class Relations:
     def _does_alone(self, first: Event, then: Event, pattern: str) -> bool:
         """Returns whether `then` is such a pattern by itself, with the same or a wider scope.
 
-        Then the pattern that begins with `first` follows from program order.
+        If so, program order implies the pattern that begins with `first`.
         """
         access = then.access
         alone = access.releases if pattern == "release" else access.acquires
@@ -160,7 +160,7 @@ class Relations:
             active = z3.Bool(f"sync:{number}")
             self.solver.add(z3.Implies(condition, active))
             self._edges.append((first, last, active))
-        # The ends of edges, and the pairs of them that static order connects directly.
+        # The edges' ends, and the pairs of ends that static order connects directly.
         self._ends = sorted({e for edge in self._edges for e in edge[:2]}, key=lambda e: e.index)
         pairs = [
             (a, b) for a in self._ends for b in self._ends if a is not b and self._reaches(a, b)
@@ -179,9 +179,9 @@ class Relations:
         return x is y or bool(self._static[x.index] >> y.index & 1)
 
     def _lead_to(self, direct: int) -> dict[Event, z3.BoolRef]:
-        """Returns a variable for each end of an edge: whether base causality leads there.
+        """Returns a variable for each end of an edge: whether base causality leads to the end.
 
-        It starts at events that lead statically to the ends in the bit set `direct`.
+        The paths start at events that lead statically to the ends in the bit set `direct`.
         """
         if direct not in self._led_to:
             label = len(self._led_to)
@@ -197,7 +197,7 @@ class Relations:
         return self._led_to[direct]
 
     def base_causality(self, x: Event, y: Event) -> z3.BoolRef | bool:
-        """Returns whether x precedes y in base causality: accesses of one location, or fences."""
+        """Returns whether base causality orders x before y: accesses of one location, or fences."""
         if x is not y and self._reaches(x, y):
             return True
         direct = sum(1 << n for n, end in enumerate(self._ends) if self._reaches(x, end))
@@ -211,7 +211,7 @@ class Relations:
         return self._paths[direct, into]
 
     def causality(self, x: Event, y: Event) -> z3.BoolRef | bool:
-        """Returns whether x precedes y in base causality, or in observation followed by it."""
+        """Returns whether x precedes y in base causality, or in observation and then the former."""
         if (x, y) not in self._causality:
             self._causality[x, y] = self._define_path(x, y)
         return self._causality[x, y]

@@ -1,8 +1,8 @@
-"""The CUDA exchange as a state machine: numbers, phases, deadlines and deaths.
+"""Tests the CUDA exchange as a state machine: numbers, phases, deadlines and deaths.
 
-In every final state, all live ranks are at their end. Every value that they accepted belongs to
-their operation, or is a NaN of a failed rank in the bits that they expect. A rank that accepted a
-NaN has failed by the next operation.
+In every final state, all live ranks have finished. Every value that a rank accepted belongs to the
+rank's operation, or is a failed rank's NaN in the bits that the reader expects. A rank that
+accepted a NaN has failed by the next operation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .exchange import Exchange, exchange_of
 from .kernels import WRAP, Setting
 from .mutants import COUNTER_MUTANTS, LATE_MUTANTS, SEEN_IN_LONGER_HALVES
 
-# Numbers pass 2^32, 2^31, or neither.
+# First operations from which numbers pass 2^32, 2^31, or neither.
 FIRST_OPS = (WRAP - 2, WRAP // 2 - 2, 0)
 LARGE = ((), (0, 1, 2, 3), (0, 2, 3))
 TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized", "gather")
-# Rows of NVFP4 have the same places as those of owned_quantized, but different words.
+# NVFP4 rows have the same places as those of owned_quantized, but different words.
 PAIRS = (
     *itertools.product(TRANSPORTS, TRANSPORTS),
     *(("owned_nvfp4", "owned_nvfp4"), ("two_shot", "owned_nvfp4"), ("owned_nvfp4", "two_shot")),
@@ -54,7 +54,7 @@ def test_every_rank_ends_correctly(exchange: Exchange, transport: str, first_op:
 
 
 def test_halves_of_several_operations(exchange_of_four: Exchange) -> None:
-    """Most operations take a unit and do not return slots; one is large."""
+    """Tests halves in which most operations take a unit and return no slots; one can be large."""
     for small, large in ((tuple(range(10)), ()), ((0, 1, 2, 5, 6, 7), (3,))):
         setting = Setting(2, 10, WRAP - 5, small=small, large=large, eager=True)
         places = exchange_of_four.arithmetic.slot_places(10, large, small)
@@ -77,7 +77,7 @@ def test_deadlines_and_a_death_at_any_point(
 
 
 def late_peer(of: str, then: str, shift: int, **others: Any) -> Setting:
-    """Returns one operation, and four with the transport `then`: the last reuses its slots."""
+    """Returns one operation, then four with transport `then`; the last reuses the first slots."""
     kinds, shifts = (of, *[then] * 4), (0, *[shift] * 4)
     return Setting(2, 5, transport=kinds, shift=shifts, deadlines=True, eager=True, **others)
 
@@ -87,13 +87,13 @@ def late_peer(of: str, then: str, shift: int, **others: Any) -> Setting:
 def test_a_late_peer_accepts_no_later_data(
     exchange: Exchange, of: str, then: str, shift: int
 ) -> None:
-    """For all pairs of transports that use the same unit, and failures at any point."""
+    """Tests all pairs of transports that use the same unit, with failures at any point."""
     assert explored(exchange, late_peer(of, then, shift)) > 500
 
 
 @pytest.mark.parametrize("shift", [0, 2])
 def test_transports_in_turn(exchange: Exchange, shift: int) -> None:
-    """Slots of different layouts share a unit, without failures."""
+    """Tests slots of different layouts that share a unit, without failures."""
     kinds = (*TRANSPORTS, *TRANSPORTS[::-1])
     shifts = tuple(shift * (k // 4 % 2) for k in range(len(kinds)))
     for large in LARGE:
@@ -103,7 +103,7 @@ def test_transports_in_turn(exchange: Exchange, shift: int) -> None:
 
 @pytest.mark.parametrize("operation", [0, 1])
 def test_every_rank_notices_a_different_call(exchange: Exchange, operation: int) -> None:
-    """Without deadlines."""
+    """Tests calls that diverge on one rank, without deadlines."""
     explored(exchange, Setting(2, 3, diverging=(0, operation)))
     explored(exchange, Setting(3, 1, diverging=(1, 0), eager=True))
 

@@ -1,4 +1,4 @@
-"""The CPU protocol has no races, reads no data of a different operation, and loses no wake-up."""
+"""Tests that the CPU protocol has no races, stale reads or lost wake-ups."""
 
 from __future__ import annotations
 

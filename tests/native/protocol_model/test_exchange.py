@@ -1,6 +1,6 @@
-"""The CUDA exchange under the memory model of PTX has no wrong values, hangs or data races.
+"""Tests that the CUDA exchange has no wrong values, hangs or data races in PTX's memory model.
 
-Wrong: a wait continues with a value of a different operation. Hang: a wait never ends, for example
+Wrong: a wait continues with a different operation's value. Hang: a wait never ends, for example
 because a clear overwrites the push that it waits for. A race would be undefined behavior if the
 accesses differ in width, as a push and the clear of an earlier push do (PTX 8.7.2).
 """
@@ -20,7 +20,7 @@ z3 = pytest.importorskip("z3")
 
 from .ptx import Executions  # noqa: E402
 
-# The last operation begins the first half again.
+# The last operation starts the first half for the second time.
 SMALL = Setting(world_size=2, operations=5)
 
 
@@ -39,7 +39,7 @@ class Verdict:
 
 def verdict(exchange: Exchange, setting: Setting) -> Verdict:
     executions = Executions(exchange_program(exchange, setting))
-    # The polls of a boundary made of flags are not part of the protocol.
+    # A boundary made of flags also polls, but its polls are not part of the protocol.
     boundary = ("ended", "started")
     hangs = [v for e, v in executions.stuck.items() if e.location[0] not in boundary]
     return Verdict(
@@ -71,7 +71,7 @@ def test_nothing_goes_wrong(
 
 
 def test_halves_of_several_operations(exchange: Exchange) -> None:
-    """Halves of one operation that returns slots and others that do not, of one or two units."""
+    """Tests halves in which one operation returns slots and others, of one or two units, do not."""
     larger = exchange_of(half_units=4)
     for small in (tuple(range(9)), (0, 2, 3, 5, 6)):
         places = larger.arithmetic.slot_places(9, (), small)
@@ -80,7 +80,7 @@ def test_halves_of_several_operations(exchange: Exchange) -> None:
         assert found.fine, found
 
 
-# Consecutive large operations, also with small ones in between.
+# Large operations, consecutive or with small ones in between.
 LARGE = ((0, 1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 2, 4), (1, 2, 3, 4))
 
 
@@ -136,13 +136,14 @@ def test_a_defect_is_found(name: str) -> None:
 
 # ---- kernel boundaries ----------------------------------
 
-# Each of these boundaries must order memory. Any single one of the others need not.
+# Each of these boundaries must order memory. The others need not, if only one of them does not.
 NEEDED = {(DATA, HAND_BACK), (HAND_BACK, DATA)}
 
 
 @pytest.mark.parametrize("kinds", BOUNDARIES, ids=" to ".join)
 def test_boundaries(exchange: Exchange, kinds: tuple[str, str]) -> None:
-    # Six operations reuse the last operation of a half, after which slots are returned.
+    # With six operations, the last one reuses the slots of a half's last operation. Slots are
+    # returned after it.
     setting = Setting(world_size=2, operations=6, unordered=frozenset({kinds}))
     found = verdict(exchange, setting)
     assert found.fine == (kinds not in NEEDED), found

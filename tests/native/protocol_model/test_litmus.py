@@ -1,4 +1,4 @@
-"""The model of PTX reproduces known outcomes of litmus tests.
+"""Tests that the PTX model reproduces the known outcomes of litmus tests.
 
 Sources: the PTX ISA (8.10, its litmus tests), Lustig et al., "A Formal Analysis of the NVIDIA PTX
 Memory Consistency Model" (ASPLOS 2019), and the PTX suite of the verifier Dat3M. The outcomes
@@ -15,7 +15,7 @@ pytest.importorskip("z3")
 
 from .ptx import Executions
 
-# A name, whether the outcome is allowed, what the reads return, and the threads.
+# Each test: its name, whether the outcome is allowed, the values that are read, and the threads.
 LITMUS = """
 MP: allowed f=1 d=0
   A: st.weak x 1; st.relaxed.sys y 1

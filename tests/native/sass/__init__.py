@@ -1,5 +1,5 @@
-"""Checks of the machine code of the CUDA kernels.
+"""Checks the CUDA kernels' machine code.
 
-`disassembly` reads machine code, `kernels` lists the kernels, `rules` has the rules for each
-kernel, and `mutants` the defects of the sources that each rule must report.
+`disassembly` reads machine code, `kernels` lists the kernels, and `rules` contains the rules for
+each kernel. `mutants` lists defects in the sources, each with the rule that must report it.
 """

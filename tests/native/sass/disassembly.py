@@ -1,6 +1,6 @@
-"""The machine code of a CUDA library: its kernels, their instructions, and their control flow.
+"""Reads a CUDA library's machine code: kernels, their instructions, and their control flow.
 
-Reads the output of `cuobjdump` and `nvdisasm`, which come with the CUDA toolkit and as packages.
+Parses the output of `cuobjdump` and `nvdisasm`, which come with the CUDA toolkit or as packages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GLOBAL_MEMORY = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED")
 
 
 class ToolMissingError(Exception):
-    """A program of the CUDA toolkit is not installed."""
+    """Raised if a CUDA toolkit program is not installed."""
 
 
 def tool(name: str) -> str:
-    """Returns the path of a program of the CUDA toolkit: from a package, the toolkit or PATH."""
+    """Returns the path of a CUDA toolkit program, from a package, the toolkit or PATH."""
     home = pathlib.Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     purelib = pathlib.Path(sysconfig.get_path("purelib"))
     for folder in (*purelib.glob("nvidia/*/bin"), home / "bin"):
@@ -86,7 +86,7 @@ class Instruction:
 
     @property
     def is_global(self) -> bool:
-        """Whether it accesses global memory, possibly by a generic address."""
+        """Whether the instruction accesses global memory, possibly through a generic address."""
         return self.verb in GLOBAL_MEMORY
 
     @property
@@ -99,7 +99,7 @@ class Instruction:
 
     @property
     def is_system_wide(self) -> bool:
-        """Whether it is a strong access of system scope."""
+        """Whether the instruction is a strong access with system scope."""
         return self.parts[-2:] == ("STRONG", "SYS")
 
     @property
@@ -111,14 +111,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel, with its subroutines."""
+    """A kernel and its subroutines."""
 
     name: str
     instructions: tuple[Instruction, ...]
     frame_bytes: int = 0
 
     def _barrier_targets(self, indices: set[int]) -> dict[str, set[int]]:
-        """Returns where the convergence barriers end that instructions at `indices` set up."""
+        """Maps convergence barriers that instructions at `indices` set up to where they end."""
         targets: dict[str, set[int]] = {}
         for instruction in (self.instructions[i] for i in indices):
             if instruction.verb == "BSSY" and instruction.target is not None:
@@ -146,9 +146,9 @@ class Kernel:
 
     @functools.cached_property
     def successors(self) -> dict[int, set[int]]:
-        """The possible next instructions after each instruction of the body, by index.
+        """Maps the index of each instruction in the body to the possible next instructions.
 
-        Assumes that every predicate may have either value, and that calls return.
+        Assumes that every predicate can have either value, and that calls return.
         """
         barriers = self._barrier_targets(self._body)
         return {i: self._successors(i, barriers) for i in self._body}
@@ -163,13 +163,14 @@ class Kernel:
             case "EXIT" | "RET" | "KILL":
                 return following if instruction.predicate else set()
             case "BRA":
-                # A condition may also be among the operands.
+                # The condition can also be an operand.
                 conditional = bool(instruction.predicate) or "," in instruction.operands
                 return target | following if conditional else target
             case "WARPSYNC":
                 return target | following
             case "BSYNC":
-                # Continues where a BSSY says, nearly always after this. The BSSY is not known: any.
+                # Continues at the target of a BSSY, nearly always the next instruction. The BSSY is
+                # unknown, so all of them are possible.
                 barrier = instruction.operands.split(",")[-1]
                 where = barriers.get(barrier, set())
                 return following if following <= where else where | following
@@ -196,7 +197,7 @@ class Kernel:
 
     @functools.cached_property
     def body(self) -> tuple[Instruction, ...]:
-        """The instructions outside subroutines, in the order of addresses."""
+        """The instructions outside subroutines, in address order."""
         return tuple(self.instructions[i] for i in sorted(self._body))
 
     @functools.cached_property
@@ -229,7 +230,7 @@ def parse(text: str, frames: dict[str, int]) -> Iterator[Kernel]:
 
 
 def frame_sizes(binary: pathlib.Path) -> dict[str, int]:
-    """Returns the bytes of local memory per thread of each kernel: spilled registers and arrays."""
+    """Returns each kernel's local memory per thread in bytes: spilled registers and arrays."""
     text = output_of(tool("cuobjdump"), "--dump-resource-usage", str(binary))
     found = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return {name: int(stack) + int(local) for name, stack, local in found}

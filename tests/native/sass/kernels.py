@@ -15,10 +15,10 @@ from native.accesses import read_table
 TABLE = read_table()
 KERNEL_TABLE = pathlib.Path(__file__).resolve().parents[3] / "csrc" / "gpu" / "kernel_table.cuh"
 DTYPES = ("Bfloat16", "Float16", "Float32")
-ANY_WORLD_SIZE = 0  # the world size of kernels that get it at run time
+ANY_WORLD_SIZE = 0  # marks kernels that receive the world size at run time
 MOST_RANKS = 8
 
-# Copies from csrc/gpu: enumerations, values of Features, lists of formats.
+# Copied from csrc/gpu: enumerations, the values of Features, and lists of formats.
 _ENUMS = {"Grid": ("kSparse", "kDense", "kFew"), "Owned": ("kSum", "kFinished", "kGiven")}
 _FEATURES = {
     "{false, false, false, false}": "kBasic",
@@ -41,7 +41,7 @@ _FUNCTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Counts of strong accesses to workspaces in the sources, by their size in bytes."""
+    """Counts of strong workspace accesses in the sources, keyed by their size in bytes."""
 
     pushes: Counter[int]
     polls: Counter[int]
@@ -49,7 +49,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The template arguments of a kernel."""
+    """A kernel's template arguments."""
 
     kind: str  # one_shot, owned_sum, local_rows, ...: see KernelKind
     dtype: str
@@ -67,14 +67,14 @@ class Variant:
 
     @property
     def most_ranks(self) -> int:
-        """The largest number of ranks."""
+        """The largest world size that the kernel supports."""
         return MOST_RANKS if self.world_size == ANY_WORLD_SIZE else self.world_size
 
     @property
     def polled_together(self) -> tuple[int, ...]:
-        """The number of loads in each group of polls for partial sums, where a pack is received.
+        """The number of loads in each group of polls that receives a pack of partial sums.
 
-        A kernel for any world size has a group for every world size without its own kernel.
+        A kernel for any world size has a group for every world size that has no kernel of its own.
         """
         if self.world_size == ANY_WORLD_SIZE:
             own = world_sizes(self.dtype)
@@ -83,16 +83,16 @@ class Variant:
 
     @property
     def traffic(self) -> Traffic:
-        """The accesses in exchange.cuh, fused.cuh, owned_rows.cuh and the transports.
+        """The workspace accesses in exchange.cuh, fused.cuh, owned_rows.cuh and the transports.
 
-        A group of polls loads the packs of all ranks, where the rank's own load is predicated off.
-        With two ranks it only loads the peer's pack.
+        A group of polls loads the packs of all ranks; the load of the rank's own pack is predicated
+        off. With two ranks, a group loads only the peer's pack.
         """
         ranks, peers = sum(self.polled_together), self.most_ranks - 1
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
-            # with a post norm, the code that sends the row ahead occurs twice
+            # with a post norm, the code that sends the row ahead appears twice
             "one_shot_dense": ((3 if self.features == "kExtendedDense" else 2) * peers, ranks),
             # sent: the first two rows, and one ahead; received: two peeks, and one group of polls
             "one_shot_few": (3 * peers, 2 + ranks),
@@ -112,17 +112,17 @@ class Variant:
                 verb = TABLE.verbs[row.verb]
                 if verb.order == "weak" or verb.operation not in ("st", "ld"):
                     continue
-                # A pack of float32 has half as many elements.
+                # A float32 pack has half as many elements.
                 halved = row.place == "finished" and self.dtype == "Float32"
                 (pushes if verb.operation == "st" else polls)[verb.bytes // (1 + halved)] += times
         return Traffic(pushes, polls)
 
     @property
     def most_frame_bytes(self) -> int:
-        """The accepted local memory per thread, with nvcc 13.0 for sm_90.
+        """The allowed local memory per thread in bytes, with nvcc 13.0 for sm_90.
 
         Kernels for few tokens must not spill: a GEMM evicts spilled registers from the caches,
-        which costs the next call up to a microsecond. Kernels for rows with owners only spill at
+        which costs the next call up to a microsecond. Kernels for rows with owners spill only with
         many ranks, for extended formats or finished float32 rows. `one_shot_dense` trades registers
         for two blocks per SM, and is not chosen for more than two ranks.
         """
@@ -151,7 +151,7 @@ def _ranks(text: str, dtype: str) -> tuple[int, ...]:
 
 
 def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, ...], Variant]]:
-    """Yields the kernels of a table entry, each with its function and template arguments."""
+    """Yields a table entry's kernels, each with its function name and template arguments."""
     kind, *rest = arguments
     ranks = rest.pop(0) if entry in ("Fused", "Owned") else "k1"
     formats = _FORMATS[rest.pop() if rest[-1] == "OnlyPlain" else rest[-1]]
@@ -166,7 +166,7 @@ def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, .
 
 @functools.cache
 def _table() -> dict[tuple[str, ...], Variant]:
-    """Returns every kernel by its function and template arguments."""
+    """Returns every kernel, keyed by its function name and template arguments."""
     text = re.sub(r"//[^\n]*", "", KERNEL_TABLE.read_text())
     text = text[text.index("using Kernels =") : text.index("using table::Kernels;")]
     found: dict[tuple[str, ...], Variant] = {}
@@ -178,7 +178,7 @@ def _table() -> dict[tuple[str, ...], Variant]:
 
 
 def all_variants() -> set[Variant]:
-    """Returns every kernel that a library has for each architecture."""
+    """Returns every kernel that a library contains for each architecture."""
     return set(_table().values())
 
 
@@ -190,7 +190,7 @@ def _demangled(name: str) -> str:
 
 
 def variant_of(name: str) -> Variant | None:
-    """Returns the kernel with a mangled name, or None if the table does not list it."""
+    """Returns the kernel with this mangled name, or None if the table does not list it."""
     text = _demangled(name).replace("allnorm::", "")
     match = re.search(r"(\w+_kernel)<(?:\w+Kernel<)?(.*?)[ >]*\(\w+Params\)", text)
     if match is None:

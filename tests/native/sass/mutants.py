@@ -1,8 +1,8 @@
-"""Defects that the rules must report, and the compilation of kernels with a defect.
+"""Lists defects that the rules must report, and compiles kernels with a defect.
 
-Results on one machine are still correct, or wrong once in a million calls, so no comparison of bits
-finds these defects. A defect is a different order or scope of a verb in the table of accesses, or a
-switch of the sources (`csrc/protocol/fault_switch.h`).
+On one machine, results stay correct or are wrong once in a million calls, so comparing results does
+not find these defects. A defect is a different order or scope of a verb in the access table, or a
+switch in the sources (`csrc/protocol/fault_switch.h`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Mutant:
 
     Attributes:
         rule: The name of the rule.
-        fault: A switch of the sources, or "".
-        verb: A verb of the table and its wrong order, or ().
-        source: The kernel in SOURCES that is compiled.
+        fault: A switch in the sources, or "".
+        verb: A verb from the access table and its wrong order, or ().
+        source: The kernel to compile, a key of SOURCES.
     """
 
     rule: str
@@ -52,7 +52,7 @@ class Mutant:
 
 NO_DEFECT = Mutant("")
 MUTANTS = (
-    # Scope and order of accesses across the link.
+    # The scope and order of accesses across the link.
     Mutant("pushes", verb=("STORE_PACK", "relaxed.gpu")),
     Mutant("pushes", verb=("STORE_PACK", "weak")),
     Mutant("pushes", verb=("STORE_U64", "weak")),
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant("dependent_launch", "counter_read_early"),
     Mutant("dependent_launch", "input_read_early"),
     Mutant("dependent_launch", "dependents_let_in_early"),
-    # The rest.
+    # Other defects.
     Mutant("fault_record", "fault_status_not_fenced"),
     Mutant("frame", "registers_spilled"),
 )
@@ -89,7 +89,7 @@ MUTANTS = (
 def compile_kernel(
     folder: pathlib.Path, source: str, architecture: str = "sm_90", mutant: Mutant = NO_DEFECT
 ) -> Kernel:
-    """Compiles a kernel of SOURCES in `folder`, with the flags of cmake/cuda.cmake."""
+    """Compiles a kernel from SOURCES in `folder`, with the flags from cmake/cuda.cmake."""
     unit, cubin = folder / f"{source}.cu", folder / f"{source}.cubin"
     kernel = f"namespace allnorm {{ template __global__ void {SOURCES[source]}; }}"
     unit.write_text(f'#include "gpu/kernel_table.cuh"\n{kernel}\n')
@@ -98,7 +98,7 @@ def compile_kernel(
     if mutant.fault:
         flags += (f"-DALLNORM_FAULT_{mutant.fault}",)
     if mutant.verb:
-        header = folder / HEADER  # found before the header of csrc
+        header = folder / HEADER  # the compiler finds this header before the one in csrc
         header.parent.mkdir(parents=True)
         header.write_text(header_of(read_table().with_verb(*mutant.verb)))
     output_of("nvcc", *flags, "-o", str(cubin), str(unit))
@@ -107,7 +107,7 @@ def compile_kernel(
 
 
 def found_wrong(folder: pathlib.Path, source: str, mutant: Mutant = NO_DEFECT) -> list[str]:
-    """Returns the complaints about a kernel of SOURCES, compiled with a defect or without."""
+    """Returns the complaints about a kernel from SOURCES, compiled with or without a defect."""
     kernel = compile_kernel(folder, source, mutant=mutant)
     variant = variant_of(kernel.name)
     assert variant is not None, kernel.name

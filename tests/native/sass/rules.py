@@ -1,7 +1,7 @@
-"""Rules for the machine code of every kernel. A rule yields a text for each violation.
+"""Rules for the machine code of every kernel. A rule yields a message for each violation.
 
-Paths are those of the control flow graph, where every predicate may have either value. So "on every
-path" holds for every input and every order of threads.
+Paths are paths in the control flow graph, in which every predicate can have either value. A rule
+that holds on every path therefore holds for every input and every order of threads.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ def sizes_of(instructions: Iterable[Instruction]) -> Counter[int]:
 
 
 def _compare(what: str, found: Counter[int], wanted: Counter[int]) -> Iterator[str]:
-    """Compares counts. More accesses of 16 bytes are allowed, because the compiler copies code."""
+    """Compares counts. Extra 16-byte accesses are allowed, because the compiler duplicates code."""
     for size in sorted(found | wanted):
         if found[size] < wanted[size] or (size < 16 and found[size] > wanted[size]):
             yield f"{what} of {size} bytes: {found[size]}; expected {wanted[size]}"
 
 
 def pushes(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """Stores to peers are strong and system-wide, and of 16 bytes if the payload has as many."""
+    """Requires strong, system-wide stores to peers, 16 bytes wide if the payload has 16 bytes."""
     strong = [found for found in kernel.body if found.is_store and found.is_system_wide]
     yield from _compare("system-wide stores", sizes_of(strong), variant.traffic.pushes)
 
 
 def polls(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """Polls of slots are strong and system-wide, and of 16 bytes if the payload has as many."""
+    """Requires strong, system-wide polls of slots, 16 bytes wide if the payload has 16 bytes."""
     strong = [found for found in kernel.body if found.is_load and found.is_system_wide]
     yield from _compare("system-wide loads", sizes_of(strong), variant.traffic.polls)
 
 
 def _counts_launches(found: Instruction) -> bool:
-    """Returns whether it adds to PushControl::kLaunches without using the result."""
+    """Returns whether an instruction adds to PushControl::kLaunches without using the result."""
     is_addition = found.verb in ("RED", "ATOMG") and "ADD" in found.parts
     is_kept = found.verb == "ATOMG" and not found.operands.startswith("PT,RZ,")
     return is_addition and not is_kept and "+0x2010]" in found.operands
 
 
 def scopes(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """No strong access has a narrower scope or a generic address, or is atomic.
+    """Forbids atomics, generic addresses, and strong accesses with a narrower scope.
 
-    The only exception is the count of launches, which no thread waits for.
+    The only exception is the launch counter, which no thread waits for.
     """
     counts = [found for found in kernel.body if _counts_launches(found)]
     if len(counts) != 1:
@@ -69,7 +69,7 @@ def _registers(load: Instruction) -> set[str]:
 
 
 def polls_in_flight(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """All loads of a group of polls are issued before the first one is used."""
+    """Requires that all loads of a group of polls are issued before the first result is used."""
     most, pending = 0, 0
     waited_for: set[str] = set()
     for found in kernel.body:
@@ -93,7 +93,7 @@ def _is_number_access(found: Instruction) -> bool:
 
 
 def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """The only system-wide fence precedes the store of the number that returns slots.
+    """Requires a single system-wide fence, before the store of the number that returns slots.
 
     See "Why a slot may be reused" in csrc/gpu/exchange.cuh.
     """
@@ -122,9 +122,9 @@ def one_system_fence(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """Loads of peers' numbers acquire; in large operations, the whole block does so before a push.
+    """Requires acquire loads of peers' numbers, in large operations before any push of the block.
 
-    See the reuse of slots and of large phases in csrc/gpu/exchange.cuh.
+    csrc/gpu/exchange.cuh describes how slots and large phases are reused.
     """
     acquires = []
     for i, found in enumerate(kernel.instructions):
@@ -145,7 +145,7 @@ def numbers_are_acquired(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """No other fence waits for stores to peers, and clusters synchronize once, without a fence.
+    """Forbids other fences that wait for stores to peers. Clusters synchronize once, unfenced.
 
     Blocks arrive at the cluster's barrier before they wait for the preceding grid. Blocks with and
     without rows wait at the barrier after that.
@@ -171,7 +171,7 @@ def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def dependent_launch(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """griddepcontrol.wait precedes all accesses to global memory, on every path."""
+    """Requires griddepcontrol.wait before all accesses to global memory, on every path."""
     if not any(found.verb == "ACQBULK" for found in kernel.body):
         yield "no ACQBULK: the kernel does not wait for the preceding grid"
         return
@@ -184,7 +184,7 @@ def dependent_launch(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def fault_record(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """The status of a fault is stored after its other fields and a system-wide fence."""
+    """Requires that a fault's status is stored after its other fields and a system-wide fence."""
     code = kernel.subroutines
     fences = [i for i, found in enumerate(code) if _is_system_fence(found)]
     if len(fences) != 1:
@@ -200,15 +200,15 @@ def fault_record(kernel: Kernel, variant: Variant) -> Iterator[str]:
 
 
 def frame(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """Local memory is at most what is accepted for the kernel."""
+    """Requires that a kernel's local memory is within the kernel's limit."""
     if kernel.frame_bytes > variant.most_frame_bytes:
         yield f"{kernel.frame_bytes} bytes of local memory; at most {variant.most_frame_bytes}"
 
 
 def stays_local(kernel: Kernel, variant: Variant) -> Iterator[str]:
-    """A local kernel has no fences and no strong accesses.
+    """Forbids fences and strong accesses in a local kernel.
 
-    The only exception is the barrier of a cluster, whose release is a fence of GPU scope.
+    The only exception is a cluster's barrier: its release is a fence with GPU scope.
     """
     clusters = variant.kind == "local_rows"
     for found in kernel.instructions:
@@ -225,6 +225,6 @@ EXCHANGE_RULES: tuple[Rule, ...] = (
 
 
 def complaints(kernel: Kernel, variant: Variant) -> list[str]:
-    """Returns the violations of all rules in a kernel, each with the name of its rule."""
+    """Returns a kernel's violations of all rules, each with the rule's name."""
     rules = LOCAL_RULES if variant.is_local else EXCHANGE_RULES
     return [f"{rule.__name__}: {text}" for rule in rules for text in rule(kernel, variant)]

@@ -1,4 +1,4 @@
-"""The machine code of the CUDA kernels follows the rules, and the rules report defects."""
+"""Tests that the CUDA kernels' machine code follows the rules, and that rules report defects."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_no_complaints_without_a_defect(
 def test_conversion_to_e2m1_is_an_instruction(
     compiler: None, architecture: str, tmp_path: pathlib.Path
 ) -> None:
-    """In the kernel for few tokens, which never spills."""
+    """Tests the conversion in a kernel for few tokens, which must not spill."""
     kernel = mutants.compile_kernel(tmp_path, "any_quantized", architecture)
     converts = [found for found in kernel.instructions if "E2M1" in found.parts]
-    assert len(converts) == (0 if architecture == "sm_90" else 4)  # two elements at a time
+    assert len(converts) == (0 if architecture == "sm_90" else 4)  # each converts two elements
     assert kernel.frame_bytes == 0
 
 

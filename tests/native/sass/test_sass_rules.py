@@ -1,4 +1,4 @@
-"""The reader of machine code and the rules, with code written here: needs no CUDA toolkit."""
+"""Tests the disassembly reader and the rules with handwritten code; needs no CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FENCE = ("MEMBAR.ALL.CTA", "MEMBAR.ALL.SYS", "ERRBAR", "CCTL.IVALL")
 
 
 def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
-    """Returns a kernel of one instruction per line, from JSON like that of nvdisasm."""
+    """Returns a kernel with one instruction per line, parsed from JSON like nvdisasm's output."""
     instructions = []
     for line in lines:
         words = line.split()
