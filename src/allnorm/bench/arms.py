@@ -1,8 +1,8 @@
 """The timed implementations (arms): allnorm's calls, and collectives followed by separate kernels.
 
-With a sharded residual the unfused arm is reduce-scatter, norm of the rank's rows, all-gather. The
-collectives need equal shares. If the rows cannot be divided evenly, the partial sums are in a
-buffer that was padded with rows of zeros before timing, and each rank has the rows of its share.
+With a sharded residual, the unfused arm is a reduce-scatter, a norm of the rank's rows, and an
+all-gather. These collectives need equal shares. If the rows cannot be divided evenly, the partial
+sums are padded with zero rows before timing, and each rank owns the rows of its share.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 class Arm:
     """One implementation of a mode on one case."""
 
-    name: str  # in JSON rows and tables
+    name: str  # name in JSON rows and tables
     call: Call  # the timed call
     outcome: Callable[[Any], Outcome]  # converts the result of `call`
     exact: bool = False  # must be bit-identical to the reference; else within its error bound
@@ -50,10 +50,10 @@ class Arm:
     # Context in which a CUDA graph must be captured; every rank enters it.
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = False  # runs another library, whose failure does not end the benchmark
-    # Whether ranks wait for each other in the call. Then the first rank of a replay waits for the
-    # last one, so the shortest of the ranks' times is the time of the calls.
+    # Whether ranks wait for each other in the call. If they do, the first rank of a replay waits
+    # for the last one, so the shortest of the ranks' times is the time of the calls.
     in_step: bool = True
-    # Describes the error of a result, for an arm that does not compute the results of the mode.
+    # Describes the error in a result, for an arm that does not compute the mode's results.
     check: Callable[[Any, int], str] | None = None
 
 
@@ -61,7 +61,7 @@ class Arm:
 class Reduction:
     """A plain all-reduce of this rank's partial sums, to be followed by a norm."""
 
-    name: str  # name of the arm without the suffix of the norm
+    name: str  # name of the arm, without the suffix for the norm
     call: Callable[[int], Tensor]  # returns the reduced sum of a buffer set
     # As in Arm.
     reset: Callable[[], object] = lambda: None
@@ -69,7 +69,7 @@ class Reduction:
     foreign: bool = True
 
     def then(self, call: Call, name: str = "") -> Arm:
-        """Returns an arm for `call`, which runs this reduction and what follows it."""
+        """Returns an arm for `call`, which runs this reduction and the work that follows it."""
         return Arm(
             *(name or self.name, call, outcome_of),
             reset=self.reset,
@@ -167,12 +167,12 @@ def yardstick(name: str, case: Case, mode: Mode) -> Arm:
 
 
 def _fused(comm: allnorm.Communicator, mode: Mode) -> Callable[..., Any]:
-    """Returns the method of the communicator for the mode's results."""
+    """Returns the communicator's method that computes the mode's results."""
     return comm.all_reduce_add_rms_norm_quant if mode.quant else comm.all_reduce_add_rms_norm
 
 
 def _local(mode: Mode) -> Callable[..., Any]:
-    """Returns allnorm's local kernel for the mode's results."""
+    """Returns allnorm's local function that computes the mode's results."""
     return allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
 
 
@@ -215,7 +215,7 @@ def allnorm_arm(
 
 
 def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
-    """Returns the arm of one step of a hierarchical call; only the whole call is checked."""
+    """Returns the arm for one step of a hierarchical call; only the whole call is checked."""
     whole = allnorm_arm(comm, case, Mode(), name, "hierarchical")
     if isinstance(whole, str):
         return whole
@@ -254,9 +254,9 @@ def _sum_first(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) ->
 
 
 def sum_experts(experts: allnorm.ExpertSum) -> Tensor:
-    """Sums the rows of experts, given by an index, with weights: a Triton kernel; on CPUs, PyTorch.
+    """Sums the experts' rows, selected by an index, with weights: in Triton; on CPUs, in PyTorch.
 
-    A CUDA graph can capture it for numbers of tokens with which it was called before.
+    A CUDA graph can capture it for any number of tokens for which it has already been called.
 
     Raises:
         ImportError: on a GPU, Triton is not installed.
@@ -313,13 +313,13 @@ def then_quantize(arm: Arm, case: Case, mode: Mode, name: str = "") -> Arm | str
 
 
 def has_quantizer(spec: Quant, device: torch.device) -> bool:
-    """Returns whether `quantizer` supports the spec; on GPUs not for tiled scales or NVFP4."""
+    """Returns whether `quantizer` supports the spec; on GPUs, not tiled scales or NVFP4."""
     tiles = is_swizzled(spec)
     return device.type != "cuda" or not (tiles or isinstance(spec, allnorm.NvFp4))
 
 
 def quantizer(spec: Quant, hidden_size: int, device: torch.device) -> Quantizer:
-    """Returns a function that only quantizes: a Triton kernel; on CPUs, PyTorch.
+    """Returns a function that only quantizes: in Triton; on CPUs, in PyTorch.
 
     Raises:
         ImportError: on a GPU, Triton is not installed.
@@ -356,7 +356,7 @@ def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
     if isinstance(spec, allnorm.Fp8PerGroup):
         if spec.scale_format == "ue8m0_packed":
             return "packed scales would need a new layout after the all-gather"
-        # Scales are gathered by rows. A column-major consumer would have to transpose them.
+        # Scales are gathered in row order. A column-major consumer would have to transpose them.
         spec = allnorm.Fp8PerGroup(spec.group_size, "row_major", spec.scale_format)
     share = -(-case.shape.num_tokens // case.world_size)
     lo = min(case.shape.num_tokens, case.rank * share)
@@ -427,10 +427,10 @@ def _gather(parts: list[Tensor]) -> list[Tensor]:
     ranks = dist.get_world_size()
     wholes = [part.new_empty(part.shape[0] * ranks, *part.shape[1:]) for part in parts]
     together = len(parts) > 1 and parts[0].is_cuda
-    # A private function, but the only way to gather several tensors in one launch.
+    # This function is private, but the only way to gather multiple tensors in one launch.
     grouped = dist._coalescing_manager(device=parts[0].device) if together else nullcontext()  # type: ignore[attr-defined]
     with grouped:
         for whole, part in zip(wholes, parts, strict=True):
-            # As bytes, because NCCL does not support FP8.
+            # Gathers bytes, because NCCL does not support FP8.
             gather_into(whole.view(torch.uint8), part.view(torch.uint8))
     return wholes

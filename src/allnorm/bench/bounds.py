@@ -1,10 +1,10 @@
-"""Error bounds for the results of other libraries.
+"""Error bounds for other libraries' results.
 
 Another library sums in a different order and precision, so its bits differ from the reference's.
 The bound is derived: N ranks cause at most N - 1 roundings of partial sums in the library and one
 in the reference; each later step adds at most one rounding on either side. A quantized result is
-compared with the reference's rows before quantization; to their bound, quantization adds half a
-unit in the last place of the FP8 number.
+compared with the reference's rows before quantization, and its bound has an additional half unit in
+the last place of the FP8 number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIN_AMAX = 1e-10
 
 
 def describe_error(got: Outcome, case: Case, index: int, quant: str) -> str:
-    """Describes the first part of an arm's result that exceeds its bound; "" if none does.
+    """Describes the first part of an arm's result that exceeds its bound; "" if all are within.
 
     `quant` is the name of the mode's quantization spec.
     """
@@ -50,8 +50,8 @@ def describe_quantized(
 ) -> str:
     """Describes the scales or values that exceed their bounds; "" if none do.
 
-    `normed` are the reference's rows before quantization. `limit` is the error bound of each of
-    their elements, in float32.
+    `normed` holds the reference's rows before quantization. `limit` is the error bound of each of
+    its elements, in float32.
     """
     wanted, size = normed.float(), _group_size(spec, normed.shape[-1])
     scales = scale_of_elements(scale, spec, *normed.shape)
@@ -72,7 +72,7 @@ def describe_quantized(
         units, elements, largest_element = scales, quantized.float(), _FP8_MAX
     magnitude = (wanted.abs() + limit) / units
     near = limit + _half_unit(magnitude, is_fp4) * units
-    # If a given scale is too small for a value, library and reference both clamp it.
+    # If a given scale is too small for a value, both the library and the reference clamp it.
     wanted = wanted.clamp(-largest_element * units, largest_element * units)
     return _compare("dequantized", elements * units, wanted, _SECOND_ORDER * near)
 
@@ -85,7 +85,7 @@ def _decode(quantized: Tensor) -> Tensor:
 
 
 def scale_of_elements(scale: Tensor, spec: Quant, num_tokens: int, hidden_size: int) -> Tensor:
-    """Expands scales of any layout and format to one per element: float32 [rows, columns]."""
+    """Expands scales of any layout and format to one scale per element: float32 [rows, columns]."""
     if isinstance(spec, allnorm.Fp8PerTensor):
         return scale.reshape(1, 1).expand(num_tokens, hidden_size)
     size = _group_size(spec, hidden_size)
@@ -135,7 +135,7 @@ def _sum_error(experts: allnorm.ExpertSum) -> Tensor:
         *(rows.abs(), None if weights is None else weights.abs(), experts.index),
         None if shared is None else shared.abs(),
     )
-    # Each row adds two roundings: of its multiplication and of its addition.
+    # Each row adds two roundings: one of its multiplication and one of its addition.
     return (
         2 * (TOP_K[-1] + 1) * torch.finfo(torch.float32).eps * reference.expert_sum(sizes).float()
     )

@@ -1,4 +1,4 @@
-"""A benchmark case: one shape with the inputs of all ranks and the reference's results."""
+"""A benchmark case: one shape, the inputs of all ranks, and the reference's results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """The inputs and the reference's results of one shape, computed once for all modes and arms."""
+    """One shape's inputs and reference results, computed once for all modes and arms."""
 
     shape: Shape  # num_tokens, hidden_size and the constants of the norm
     rank: int  # this rank
@@ -40,19 +40,19 @@ class Case:
     dtype: torch.dtype  # dtype of all tensors
     device: torch.device  # device of all tensors
     numerics: str  # rounding mode of allnorm's calls
-    batches: tuple[Batch, ...]  # the inputs of all ranks, per buffer set
-    # The reference's normed rows and new residual, per buffer set.
+    batches: tuple[Batch, ...]  # the inputs of all ranks, for each buffer set
+    # The reference's normed rows and new residual, for each buffer set.
     expected: tuple[tuple[Tensor, Tensor], ...]
     post_norm: allnorm.PostNorm | None = None  # norm of the reduced sum
-    # All ranks' expert sums, which replace the partial sums, per buffer set; () for none.
+    # All ranks' expert sums, which replace the partial sums, for each buffer set; () for none.
     experts: tuple[tuple[allnorm.ExpertSum, ...], ...] = ()
-    islands: Any = None  # the islands, in the form of `allnorm.reference`
+    islands: Any = None  # the islands, in the form that `allnorm.reference` takes
     _changed: dict[tuple[bool, int], Case] = field(default_factory=dict)
     _specs: dict[str, Quant | None] = field(default_factory=dict)
     _quantized: dict[str, tuple[tuple[Tensor, Tensor], ...]] = field(default_factory=dict)
 
     def of(self, mode: Mode) -> Case:
-        """Returns the case with the post norm or experts of the mode."""
+        """Returns the case with the mode's post norm or experts."""
         key = mode.post_norm, mode.experts
         if mode.is_plain:
             return self
@@ -62,7 +62,7 @@ class Case:
 
     @functools.cached_property
     def xs(self) -> list[Any]:
-        """This rank's partial sums, or the expert sums in their place, per buffer set."""
+        """This rank's partial sums, or the expert sums that replace them, for each buffer set."""
         return [each[self.rank] for each in self.experts or (b.xs for b in self.batches)]
 
     def checksums(self) -> list[int]:
@@ -73,7 +73,7 @@ class Case:
         return [int(tensor.view(words).sum(dtype=torch.int64)) for tensor in read]
 
     def spec(self, quant: str) -> Quant | None:
-        """Returns the quantization spec with that name; one object for all calls of this shape."""
+        """Returns the quantization spec with that name; calls of this shape share one object."""
         if quant not in self._specs:
             self._specs[quant] = quant_of(quant, self.device)
         return self._specs[quant]
@@ -108,7 +108,7 @@ class Case:
         return [batch.weight + bias if bias else batch.weight for batch in self.batches]
 
     def obstacle(self, quant: str) -> str:
-        """Returns the reason why rows of this width cannot be quantized so; "" if they can."""
+        """Returns why rows of this width cannot be quantized with the spec; "" if they can."""
         spec = self.spec(quant)
         try:
             if spec is not None:
@@ -119,7 +119,7 @@ class Case:
 
 
 def _change(case: Case, post_norm: bool, experts: int) -> Case:
-    """Returns a case with the same inputs, with a post norm or experts added."""
+    """Returns a case with the same inputs, plus a post norm or experts."""
     shape, norm = case.shape, None
     if post_norm:
         weight = case.batches[0].weight.flip(0).contiguous()
@@ -143,7 +143,7 @@ def _with_expected(case: Case) -> Case:
 
 
 def _experts(shared: Tensor, top_k: int, seed: int) -> allnorm.ExpertSum:
-    """Makes rows of experts in random order, as a grouped GEMM writes them; all are local."""
+    """Creates expert rows in random order, as a grouped GEMM writes them; all rows are local."""
     num_tokens, hidden_size = shared.shape
     generator = torch.Generator(shared.device).manual_seed(seed)
     make: dict[str, Any] = {"generator": generator, "device": shared.device}
@@ -164,9 +164,10 @@ def make_case(
     seed: int,
     islands: Any = None,
 ) -> Case:
-    """Makes a case with different inputs in each buffer set and on each rank.
+    """Creates a case with different inputs in each buffer set and on each rank.
 
-    `seed` and `islands` must be equal on every rank; `islands` has the form of `allnorm.reference`.
+    `seed` and `islands` must be equal on every rank. `islands` has the form that
+    `allnorm.reference` takes.
     """
     size = (shape.num_tokens, shape.hidden_size, DTYPES[dtype], device, world_size)
     batches = tuple(

@@ -1,11 +1,11 @@
-"""Timing of arms: wall time of calls on CPUs, replays of CUDA graphs on GPUs.
+"""Timing of arms: wall time of calls on CPUs, graph replays on GPUs.
 
-Arms are interleaved round by round, so that changes of the machine affect all of them equally. A
-GEMM may run before every call, as in a model; its time is then subtracted.
+Arms are interleaved round by round, so that changes in the machine's speed affect all of them
+equally. A GEMM may run before every call, as in a model; its time is then subtracted.
 
-Ranks start a replay about ten microseconds apart, and the first rank waits in its first call. In a
-chain of calls the slowest rank's median counts. After a GEMM the ranks' times are combined per
-replay (`over_ranks`): the shortest if ranks wait for each other, otherwise the longest.
+Ranks start a replay about ten microseconds apart, and the first rank waits in its first call. For a
+chain of calls, the slowest rank's median counts. After a GEMM, the ranks' times are combined for
+each replay (`over_ranks`): the shortest if ranks wait for each other, otherwise the longest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from allnorm.testing import calls_per_graph, copy_all, gather, start_together
 from allnorm.testing.timing import calls_that_fit, capture_turns, percentile, time_calls, time_steps
 
 Samples = dict[str, list[float]]
-"""Microseconds per call, by the name of the arm."""
+"""Maps the name of each arm to its microseconds per call."""
 
 _CUDA_ROUNDS = 9
 _REPLAYS_PER_ROUND = 3
@@ -44,7 +44,7 @@ def _sets(arm: Arm) -> list[Callable[[], object]]:
 
 
 def _calls(arm: Arm, number: int) -> Iterator[Callable[[], object]]:
-    """Returns `number` calls that rotate over the buffer sets."""
+    """Returns `number` calls that rotate through the buffer sets."""
     return itertools.islice(itertools.cycle(_sets(arm)), number)
 
 
@@ -65,7 +65,7 @@ def time_cpu(arms: Sequence[Arm], seconds: float) -> Samples:
 
 
 def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
-    """Captures calls of an arm in a graph and warms it up. Collective.
+    """Captures an arm's calls in a graph and warms it up. Collective.
 
     The arm must have run before.
     """
@@ -80,8 +80,9 @@ def time_cuda(
 ) -> Samples:
     """Measures the time per call in replays of each arm's graph. Collective.
 
-    Each round runs three timed replays of every arm. The order differs per round and is equal on
-    all ranks, so that an arm that slows the GPU down does not always affect the same next arm.
+    Each round runs three timed replays of every arm. The order is equal on all ranks and differs
+    between rounds, so that an arm that slows the GPU down does not always affect the same arm after
+    it.
     """
     samples: Samples = {arm.name: [] for arm, _ in arms}
     calls = calls_per_graph(num_tokens)
@@ -89,7 +90,8 @@ def time_cuda(
         for arm, graph in random.Random(turn).sample(arms, len(arms)):
             with _naming(arm):
                 arm.reset()
-                # Untimed: aligns the ranks and keeps the GPU busy during the next launches.
+                # This replay is untimed: it aligns the ranks and keeps the GPU busy during the next
+                # launches.
                 graph.replay()
                 times_us = time_steps([graph.replay] * _REPLAYS_PER_ROUND)
             samples[arm.name] += [us / calls for us in times_us]
@@ -121,7 +123,7 @@ def time_eager(arm: Arm, synchronize: Callable[[], None]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _naming(arm: Arm) -> Iterator[None]:
-    """Adds the arm's name to an error: a failed kernel makes the GPU unusable for the process."""
+    """Adds the arm's name to an error: after a failed kernel the process cannot use the GPU."""
     try:
         yield
     except Exception as error:
@@ -130,7 +132,7 @@ def _naming(arm: Arm) -> Iterator[None]:
 
 
 def over_ranks(arm: Arm) -> str:
-    """Returns how ranks' times of a replay after a GEMM are combined: "shortest" or "longest"."""
+    """Returns how the ranks' times after a GEMM are combined: "shortest" or "longest"."""
     return "shortest" if arm.in_step else "longest"
 
 
@@ -153,11 +155,11 @@ def over_all_ranks(samples: Samples, arms: Iterable[Arm]) -> Samples:
 class Gemm:
     """A linear layer (GEMM) with `columns` input features that runs before every call.
 
-    It overwrites the partial sums of a case, or the shared expert's rows, until `restore`. Its
-    weights have the layout of a layer, [hidden_size, columns], because the GEMM library runs
+    It overwrites a case's partial sums, or the shared expert's rows, until `restore` is called. Its
+    weights have the layout of a linear layer, [hidden_size, columns], because the GEMM library runs
     different kernels for the transpose. It evicts most of the call's other inputs from the caches,
-    and the call's launch does not overlap the previous call. Two layers alternate, so that the
-    weights of wide ones are not cached either.
+    and the call's launch does not overlap the previous call. Two layers alternate, so that even the
+    weights of wide layers are not cached.
     """
 
     def __init__(self, case: Case, columns: int) -> None:
@@ -188,7 +190,7 @@ class Gemm:
 
     @staticmethod
     def subtract(samples: Samples) -> tuple[Samples, float]:
-        """Subtracts the GEMM's median from every arm's times; returns the rest and the median."""
+        """Subtracts the GEMM's median from all arms' times; returns the rest and the median."""
         alone = percentile(samples[_ALONE], 50)
         beyond = {
             name: [value - alone for value in values]

@@ -1,19 +1,20 @@
 """Comparison with an earlier results file, to find regressions beyond the measurement spread.
 
 An earlier row matches a new one if hardware, ranks, shape, dtype, rounding mode, mode and arm are
-equal. An arm has regressed if its median exceeds the file's median (with several rows: the median
-of their medians) by more than the tolerance. The tolerance is the largest of
+equal. An arm has regressed if its median exceeds the median in the file by more than the tolerance.
+If the file has multiple matching rows, the median of their medians counts. The tolerance is the
+largest of
 
-- the spread of the file: with several rows, their largest minus their smallest median; with one
-  row, p99 - p50;
+- the spread in the file: with multiple rows, their largest minus their smallest median; with
+  one row, p99 - p50;
 - the spread p99 - p50 of the new measurement;
 - the variation between quiet runs: 0.1 us and 2 % (docs/performance.md).
 
-An arm that was right in the file and is now wrong, or does not run, has regressed too. Other
+An arm has also regressed if it was right in the file and is now wrong, or does not run. Other
 libraries' arms are compared and shown, but only allnorm's arms count as regressions.
 
 The speed of a CPU machine varies between runs. If other libraries' arms are slower than in the
-file, the file's times are scaled by the median of their ratios.
+file, the file's times are scaled by the median of the time ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from allnorm.bench.modes import is_other
 _RUN_TO_RUN_US = 0.1
 _RUN_TO_RUN_SHARE = 0.02
 
-# Identity of a row, with defaults for fields that older versions did not write.
+# The fields that identify a row, with defaults for fields that older versions did not write.
 _KEY: dict[str, Any] = {
     **dict.fromkeys(("gpu", "cpu", "world_size", "num_tokens", "hidden_size", "eps", "dtype")),
     "arm": None,
@@ -52,7 +53,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """The times of an arm in the file and now."""
+    """An arm's times in the file and now."""
 
     row: Row  # the new row
     before_us: float  # the median in the file; NaN if the file has no time
@@ -67,7 +68,7 @@ class Change:
 
     @property
     def difference_us(self) -> float:
-        """The new minus the old median; infinite if the arm is now wrong or does not run."""
+        """The new median minus the old one; infinite if the arm is now wrong or does not run."""
         right = self.row["correct"] and math.isfinite(self.now_us)
         return self.now_us - self.before_us if right else math.inf
 
@@ -109,7 +110,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
-    """Returns a Change per new row whose arm was right in the file (`before`)."""
+    """Returns a Change for each new row whose arm was right in the file (`before`)."""
     earlier: dict[tuple[Any, ...], list[Row]] = {}
     for row in before:
         if row.get("correct") and math.isfinite(_number(row, "p50_us")):
@@ -125,7 +126,7 @@ def changes(before: Iterable[Row], now: Iterable[Row]) -> list[Change]:
 
 
 def _slowdown(change: Change, found: Iterable[Change]) -> float:
-    """Returns the factor by which other libraries are slower at this number of CPU ranks."""
+    """Returns the factor by which other libraries are slower with this number of CPU ranks."""
     if not change.row.get("cpu") or is_other(str(change.row["arm"])):
         return 1.0
     ranks = change.row["world_size"]
@@ -163,7 +164,7 @@ def _spread(row: Row) -> float:
 
 
 def _number(row: Row, key: str) -> float:
-    """Returns a number of a row; the file stores NaN as null."""
+    """Returns a number from a row; the file stores NaN as null."""
     value = row.get(key)
     return math.nan if value is None else float(value)
 

@@ -1,16 +1,17 @@
 """The lower bound of a call's time: the bytes that a rank must send, divided by its bandwidth.
 
-Every rank must send its partial sums of other ranks' rows, and the rows that it has finished:
+Every rank must send its partial sums for other ranks' rows, and the rows that it has finished:
 
     replicated residual   (N-1)/N * T * H * (e + e)     partial sums, then sums
     sharded residual      (N-1)/N * T * H * (e + r)     partial sums, then results
 
-Here N is the number of ranks, T of tokens, H the hidden size, e the size of an input element, and
-r that of a result element including its share of the scales. With a replicated residual, sums are
-sent unquantized even if the results are quantized, because every rank needs them for its residual.
+Here N is the number of ranks, T the number of tokens, H the hidden size, e the size of an input
+element, and r the size of a result element including its share of the scales. With a replicated
+residual, sums are sent unquantized even if the results are quantized, because every rank needs them
+for its residual.
 
-The bandwidth is the rate at which all GPUs write to each other's memory at once, without
-multicast. It is known for measured GPUs. Other GPUs have no floor unless the caller passes a
+The bandwidth is the rate at which all GPUs write to each other's memory at once, without multicast.
+It is known for the GPUs that were measured. Other GPUs have no floor unless the caller passes a
 bandwidth.
 """
 

@@ -1,4 +1,4 @@
-"""The things to time: shapes (also of models), modes, and the names of each mode's arms."""
+"""The shapes to time (also those of models), the modes, and the names of each mode's arms."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PEERS = ("flashinfer", "sglang", "vllm", "symm_mem")
 RESIDUALS = ("replicated", "sharded")
 
 YARDSTICKS = ("empty", "local")
-"""Arms that run in addition after a GEMM: a kernel that does nothing, and the norm alone."""
+"""Additional arms after a GEMM: a kernel that does nothing, and the norm alone."""
 
-# Normed rows with weights around 1 stay below 7 = 448 / 64, except one element in 1e11.
+# Normed rows with weights around 1 stay below 7 = 448 / 64; only one element in 1e11 does not.
 _STATIC_SCALE = 1 / 64
 _GLOBAL_SCALE = 500.0  # for NVFP4: 448 * 6 / the maximum of a few thousand normed elements
 _MXFP8, _NVFP4 = "mxfp8", "nvfp4"
@@ -33,7 +33,7 @@ class Mode:
     residual_sharded: bool = False  # each rank holds only its own rows of the residual
     return_normed: bool = False  # a quantized call returns the normed rows too
     post_norm: bool = False  # the reduced sum is also normed before the residual add
-    experts: int = 0  # experts per token that x sums, besides a shared one; 0: plain x
+    experts: int = 0  # experts per token whose rows x sums, besides a shared one; 0: plain x
 
     @property
     def is_plain(self) -> bool:
@@ -58,7 +58,7 @@ def modes(
 ) -> list[Mode]:
     """Returns all combinations of results and residuals; "none" means no quantization.
 
-    `post_norm` adds each of them with a post norm, `experts` each with that many experts.
+    `post_norm` adds a variant of each mode with a post norm, `experts` one with that many experts.
 
     Raises:
         ValueError: a word is not a quantization spec, or allnorm rejects it.
@@ -97,9 +97,9 @@ def quant_name(text: str) -> str:
 def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
     """Parses a quantization spec; returns None for "" and "none".
 
-    Specs are "per_token"; "per_tensor" and "nvfp4", whose given scale is put on `device`;
-    "nvfp4:row_major", with scales in rows; "mxfp8"; and "per_group", which may be followed by a
-    group size, a layout and a format of the scales, in any order, separated by colons.
+    Specs are "per_token"; "per_tensor" and "nvfp4", whose caller-given scale is put on `device`;
+    "nvfp4:row_major", with scales in row order; "mxfp8"; and "per_group", optionally followed by a
+    group size, a scale layout and a scale format, in any order, separated by colons.
 
     Raises:
         ValueError: `text` is not a quantization spec.
@@ -138,10 +138,10 @@ PARTS = ("islands:sums", "islands:exchange", "islands:rest")
 
 
 def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
-    """Returns the arms that need no other library, in the order of the table.
+    """Returns the arms that need no other library, in table order.
 
     Arms of "nccl" on GPUs are arms of "gloo" on "cpu". Ranks in islands have different algorithms,
-    and the steps of "hierarchical" in addition.
+    and additional arms for the steps of "hierarchical".
     """
     library = "nccl" if device == "cuda" else "gloo"
     fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
@@ -162,7 +162,7 @@ def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
 def peer_names(device: str, mode: Mode) -> list[str]:
     """Returns the names of the peer libraries that support a mode.
 
-    They run on GPUs, and support neither sharded residuals, post norms nor experts.
+    Peers run only on GPUs, and support neither sharded residuals, post norms nor experts.
     """
     return list(PEERS) if device == "cuda" and mode.is_plain and not mode.residual_sharded else []
 
@@ -174,7 +174,7 @@ def known_arms(device: str, wanted: Sequence[Mode], island_size: int = 0) -> tup
 
 
 def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...]:
-    """Returns the arms, plus the 16-bit call with which a quantized call is compared."""
+    """Returns the arms, plus the 16-bit call that a quantized call is compared with."""
     quantized = any(mode.quant for mode in wanted) and "allnorm" in arms
     return tuple(dict.fromkeys([*arms, *(["allnorm16"] if quantized else [])]))
 
@@ -185,7 +185,7 @@ def is_other(arm: str) -> bool:
 
 
 def family(arm: str) -> str:
-    """Returns the table column of an arm: a peer's algorithms share one, allnorm's do not."""
+    """Returns the table column for an arm: a peer's algorithms share one, allnorm's do not."""
     return arm if arm.startswith("allnorm") or arm in PARTS else re.sub(r":\w+", "", arm)
 
 
@@ -222,7 +222,7 @@ MODELS = {
 
 
 def find_model(name: str, num_tokens: int = 0) -> Shape:
-    """Returns the shape of a call of the model with that name.
+    """Returns the shape of the named model's calls.
 
     Raises:
         ValueError: the name is unknown; the message lists the known names.

@@ -1,4 +1,4 @@
-"""Measurements: merged from the records of all ranks, and comparisons between them."""
+"""Measurements, merged from all ranks' records, and comparisons between them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Measurement:
     mode: Mode  # kind of the call
     world_size: int  # number of ranks
     arm: str  # name of the implementation
-    # Time per call, maximum over ranks. After a GEMM: the time in excess of the GEMM's, with ranks
-    # combined; see `over_ranks`. NaN if not timed.
+    # Time per call, the maximum over ranks. After a GEMM: the time in excess of the GEMM's time,
+    # with ranks combined as in `over_ranks`. NaN if not timed.
     p50_us: float
     p90_us: float
     p99_us: float
-    # Calls without a graph: host time per call, and time until it is done; NaN if not measured.
+    # For calls without a graph: host time per call, and time until it completes; NaN if not
+    # measured.
     host_us: float = math.nan
     eager_us: float = math.nan
-    error: str = ""  # what is wrong with the result; "" if it is right
+    error: str = ""  # error in the result; "" if it is right
     reason: str = ""  # why the arm cannot run; "" if it ran
     # Input features (K) of the GEMM before each call; 0: no GEMM, a chain of calls.
     product: int = 0
@@ -45,12 +46,13 @@ class Measurement:
     # Time of an empty kernel after the GEMM, and p50_us minus it; NaN without a GEMM.
     empty_us: float = math.nan
     beyond_empty_us: float = math.nan
-    # How ranks' times are combined. "slowest": the largest of the ranks' percentiles. After a GEMM:
-    # percentiles of the "shortest" time per replay if ranks wait for each other, or the "longest".
+    # How the ranks' times are combined. "slowest": the largest of the ranks' percentiles. After a
+    # GEMM: percentiles of the "shortest" time per replay if ranks wait for each other, otherwise of
+    # the "longest".
     over_ranks: str = "slowest"
-    # Minimum time to send the bytes of this shape and mode; NaN if unknown.
+    # Minimum time to send the bytes of this shape in this mode; NaN if unknown.
     floor_us: float = math.nan
-    # Time of a quantized allnorm arm in excess of the 16-bit call.
+    # Time of a quantized allnorm arm in excess of the 16-bit call's time.
     quant_cost_us: float = math.nan
 
     @property
@@ -60,12 +62,12 @@ class Measurement:
 
     @property
     def shown_us(self) -> float:
-        """The p50 of tables and pictures; after a GEMM, in excess of an empty kernel."""
+        """The p50 that tables and pictures show; after a GEMM, in excess of an empty kernel."""
         return self.beyond_empty_us if self.product else self.p50_us
 
     @property
     def shown_p99_us(self) -> float:
-        """The p99 of tables and pictures; after a GEMM, in excess of an empty kernel."""
+        """The p99 that tables and pictures show; after a GEMM, in excess of an empty kernel."""
         return self.p99_us - self.empty_us if self.product else self.p99_us
 
     @property
@@ -113,9 +115,9 @@ def measure(
 def merge(
     ranks: Sequence[Sequence[dict[str, Any]]], job: run.Job, push_gbps: float | None
 ) -> list[Measurement]:
-    """Merges the records of all ranks: takes the slowest rank's time, and any rank's error.
+    """Merges all ranks' records: takes the slowest rank's time, and any rank's error.
 
-    `ranks` are the results of `run.run`, in rank order, or a part of them.
+    `ranks` holds the results of `run.run`, in rank order, or a part of them.
     """
     plain = {
         _place(records[0]): _largest(r["p50_us"] for r in records)
@@ -153,7 +155,7 @@ def merge(
 def gatherer(
     world_size: int, complete: Callable[[list[list[dict[str, Any]]]], None], other: OnMessage
 ) -> OnMessage:
-    """Returns a message handler that collects the records of each shape and mode from all ranks.
+    """Returns a message handler that collects all ranks' records for each shape and mode.
 
     It calls `complete` with the records of all ranks, in rank order, once every rank has reported
     them. It calls `other` with every other message.
@@ -203,7 +205,7 @@ def speed_up(found: Mapping[str, Measurement], others: Iterable[str]) -> float:
 
 
 def missing(measurements: Iterable[Measurement]) -> dict[str, str]:
-    """Returns, per arm that ran at no shape, the reason why it did not run."""
+    """Returns the arms that ran at no shape, each with the reason why it did not run."""
     measurements = list(measurements)
     ran = {family(m.arm) for m in measurements if not m.reason}
     return {m.arm: m.reason for m in measurements if m.reason and family(m.arm) not in ran}
@@ -215,7 +217,7 @@ def _place(record: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _ratio(us: float, of_us: float) -> float:
-    """Returns the quotient; NaN if `of_us` is not positive, as noise may cause after a GEMM."""
+    """Returns the quotient; NaN if `of_us` is not positive, which noise can cause after a GEMM."""
     return us / of_us if of_us > 0 else math.nan
 
 

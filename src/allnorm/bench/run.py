@@ -25,13 +25,13 @@ from allnorm.testing.timing import percentile, percentiles
 
 @dataclass(frozen=True)
 class Job:
-    """A description of what to measure, equal on every rank."""
+    """The settings of a benchmark, equal on every rank."""
 
     shapes: tuple[Shape, ...]  # shapes, in the order of measurement
     modes: tuple[Mode, ...]  # modes; every shape is measured in each of them
     dtype: str  # name of the dtype of the inputs
     numerics: str  # rounding mode of allnorm's calls
-    arms: tuple[str, ...]  # names of arms and peers; a mode ignores those it does not have
+    arms: tuple[str, ...]  # names of arms and peers; a mode ignores those that it does not support
     device: str  # "cuda" or "cpu"
     seconds: float = 0.7  # on CPU: approximate time per arm and shape
     tuning_dir: str | None = None  # as in Communicator
@@ -49,7 +49,7 @@ class _Trial:
     name: str  # name of the arm, or of a peer that cannot run here
     arm: Arm | None = None  # None if the arm cannot run or its result is wrong
     reason: str = ""  # why the arm cannot run
-    error: str = ""  # what is wrong with its result
+    error: str = ""  # error in its result
     times: dict[str, float] = field(default_factory=lambda: percentiles([]))
     over_ranks: str = ""  # how ranks' times were combined; "" if they were not
 
@@ -59,9 +59,9 @@ class _Trial:
         return {**text, **self.times, "over_ranks": self.over_ranks}
 
     def attempt(self, step: Callable[..., Any], *arguments: Any, where: str = "") -> Any:
-        """Runs a collective step with the arm.
+        """Runs a collective step for the arm.
 
-        If another library fails in it on any rank, every rank drops the arm.
+        If another library's code fails in the step on any rank, every rank drops the arm.
         """
         assert self.arm is not None
         if not self.arm.foreign:
@@ -74,7 +74,7 @@ class _Trial:
 
 
 def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
-    """Checks, then times every arm at every shape in every mode. Collective.
+    """Checks and then times every arm at every shape in every mode. Collective.
 
     The records of each shape and mode are also reported immediately, as `records`, so that an
     interrupted run keeps them.
@@ -141,7 +141,7 @@ def _trials(
     job: Job,
     yardsticks: bool,
 ) -> list[_Trial]:
-    """Returns the arms of the job that the mode has, in the order of the table."""
+    """Returns the job's arms that the mode supports, in table order."""
     found: list[tuple[str, Arm | str]] = []
     obstacle = case.obstacle(mode.quant)
     for name in modes.arm_names(job.device, mode, job.island_size):
@@ -162,7 +162,7 @@ def _trials(
 
 
 def _runnable(case: Case, mode: Mode) -> Mode:
-    """Returns the mode, without quantization if rows of this width cannot be quantized so."""
+    """Returns the mode, without quantization if rows of this width cannot be quantized that way."""
     return replace(mode, quant="", return_normed=False) if case.obstacle(mode.quant) else mode
 
 
@@ -173,13 +173,13 @@ def _running(trials: list[_Trial]) -> list[tuple[_Trial, Arm]]:
 def check_arm(arm: Arm, case: Case, mode: Mode) -> str:
     """Runs an arm once per buffer set; returns this rank's first error or "". Collective."""
     arm.reset()
-    # All sets, even after an error, because other ranks may have no error and go on.
+    # Runs all sets, even after an error, because other ranks may have no error and continue.
     errors = [describe_error(arm, arm.call(index), case, index, mode) for index in range(NUM_SETS)]
     return next(filter(None, errors), "")
 
 
 def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) -> str:
-    """Describes the error of one call's result; "" if there is none."""
+    """Describes the error in one call's result; "" if there is none."""
     if arm.check is not None:
         return arm.check(result, index)
     got, quant = arm.outcome(result), "" if arm.name == "allnorm16" else mode.quant

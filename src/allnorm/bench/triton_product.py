@@ -1,9 +1,9 @@
 """A row-parallel linear layer in Triton that triggers its dependent launch early.
 
 Import only with a GPU. With programmatic dependent launch, a kernel starts while the previous one
-runs, and waits for its end before it reads anything (`griddepcontrol.wait`). It starts when the
+runs, and waits for its end (`griddepcontrol.wait`) before it reads anything. It starts when the
 previous kernel triggers the launch or ends. cuBLAS GEMMs never trigger it. This kernel triggers it
-as soon as its own input is complete, which hides the startup time of the fused call after it.
+as soon as its own input is complete, which hides the startup time of the fused call that follows.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def linear(
         x: [num_tokens, in_features], contiguous, 16 bits; in_features a multiple of 128.
         weight: [out_features, in_features], contiguous, 16 bits; out_features a multiple of 32.
         out: [num_tokens, out_features], memory for the result; None: a new tensor.
-        is_dependent: use programmatic dependent launch: start before the previous kernel has
-            ended, wait for its end, and trigger the next launch. Needs compute capability 9.0 or
-            later.
+        is_dependent: whether to use programmatic dependent launch: start before the previous kernel
+            has ended, wait for its end, and trigger the next launch. Needs compute capability 9.0
+            or later.
 
-    A CUDA graph can capture it for numbers of tokens with which it was called before.
+    A CUDA graph can capture it for any number of tokens for which it has already been called.
 
     Raises:
         ValueError: the shape does not divide into tiles.

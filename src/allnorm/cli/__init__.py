@@ -1,6 +1,7 @@
-"""The command line: options, tables, progress and pictures. The work is done in libraries.
+"""The command line: options, tables, progress and pictures. Other modules do the work.
 
-This module imports nothing that only commands need: every rank imports the program that started it.
+This module imports nothing that only commands need, because every rank imports the program that
+started it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 
 USAGE_ERROR = 2
-INTERRUPTED = 130  # as in shells, for a program that SIGINT ended
+INTERRUPTED = 130  # as shells report it, for a program that SIGINT ended
 
 
 def main() -> None:

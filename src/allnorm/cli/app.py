@@ -50,7 +50,7 @@ def _before(
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C. Not KeyboardInterrupt, which typer reports in its own way."""
+    """Ctrl-C. It is not KeyboardInterrupt, which typer would report in its own way."""
 
 
 def _interrupt(number: int, frame: types.FrameType | None) -> None:

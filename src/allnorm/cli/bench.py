@@ -186,7 +186,7 @@ def bench(
 def _run(
     job: Job, sizes: list[int], push_gbps: float, json: Path | None, console: Console
 ) -> tuple[list[Measurement], list[dict[str, Any]]]:
-    """Measures, shows and stores for each number of ranks; returns measurements and JSON rows."""
+    """Measures, shows and stores results; returns the measurements and the JSON rows."""
     measured: list[Measurement] = []
     rows: list[dict[str, Any]] = []
     common = _common(job)
@@ -219,7 +219,7 @@ def _show(found: list[Measurement], console: Console) -> None:
 
 
 def _shapes(model: str, tokens: str, shapes: str, where: str) -> list[Shape]:
-    """Returns the shapes that the options name; without options, shapes of common models."""
+    """Returns the shapes that the options select; by default, shapes of common models."""
     found = options.shapes(shapes, least=1) if shapes else []
     if not shapes or model or tokens:
         numbers = options.integers(tokens or _TOKENS[where], "--tokens")

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 ENDINGS = (".png", ".svg", ".pdf")
 """Supported file name suffixes of pictures."""
 BANDS = "lines: p50; bands: p50 to p99"
-"""Legend of the lines and bands of a panel."""
+"""Legend of a panel's lines and bands."""
 
 _PANEL_INCHES = (7.6, 4.2)
 _COLUMNS = 2
 _INK = "#123457"  # unique placeholder; replaced by the text color of the page
 _OWN_COLOR = "#d62728"
 _OWN_STYLES = {"allnorm:one_shot": ":", "allnorm:two_shot": "-.", "allnorm:unfused": (0, (1, 4))}
-# Readable on white and on black; none is close to red.
+# These colors are readable on white and on black; none is close to red.
 _OTHER_COLORS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b"),
     *("#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
@@ -64,7 +64,7 @@ def check_installed(option: str) -> None:
 
 
 def panels(measurements: Sequence[Measurement]) -> list[Panel]:
-    """Returns the panels of the measurements, in their order."""
+    """Returns the panels of the measurements, in order of first use."""
     found = (Panel(m.world_size, m.mode, m.shape.hidden_size, m.product) for m in measurements)
     return list(dict.fromkeys(found))
 

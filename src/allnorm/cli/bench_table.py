@@ -15,10 +15,10 @@ from allnorm.cli import bench_plot, output
 
 _WIDE = 150  # minimum console width for showing p99 next to p50 ...
 _FEW = 7  # ... of at most this many arms
-_SEEN_SHARE = 0.1  # share of the floor below which latency dominates and the floor is not shown
+_SEEN_SHARE = 0.1  # a floor below this share of the time is not shown, because latency dominates
 
 Found = dict[str, Measurement]
-"""The arms of one shape, by name."""
+"""Maps arm names to the measurements of one shape."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def grid(measurements: Sequence[Measurement], with_p99: bool) -> Grid:
     """Returns the table of one world size, mode and GEMM: a row per shape, a column per arm family.
 
     A peer's algorithms share a column, which shows the fastest of them. A family that never ran has
-    no column. After a GEMM, times are in excess of the empty kernel's; the empty kernel's own
-    column is its time in excess of the GEMM alone.
+    no column. After a GEMM, times are in excess of the empty kernel's time; the empty kernel's own
+    column shows its time in excess of the GEMM alone.
 
     With `with_p99`, p99 follows p50 in parentheses.
     """
@@ -107,7 +107,7 @@ def compared(found: Iterable[Change]) -> output.FittedTable:
 
 
 def _differing(found: Iterable[Change]) -> list[Change]:
-    """Returns the changes by more than the tolerance, worst first."""
+    """Returns the changes that exceed the tolerance, worst first."""
     differing = (change for change in found if change.slower or change.faster)
     return sorted(differing, key=lambda change: -change.difference_us / change.before_us)
 
@@ -128,7 +128,7 @@ def _cells(change: Change) -> list[str]:
 def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     """Returns a sentence comparing allnorm with the fastest other implementation.
 
-    It is about the smallest shape at the largest number of ranks, in a chain of calls if any chain
+    It covers the smallest shape at the largest number of ranks, in a chain of calls if any chain
     was measured.
     """
     candidates = [m for m in measurements if m.arm == "allnorm" and math.isfinite(m.p50_us)]
@@ -173,7 +173,7 @@ def _title(m: Measurement) -> str:
 def _derived(
     measurements: Sequence[Measurement], others: list[str]
 ) -> dict[str, Callable[[Found], str]]:
-    """Returns the comparison columns that have values to show."""
+    """Returns the comparison columns that have any values to show."""
     columns: dict[str, Callable[[Found], str]] = {}
     if not any(m.arm == "allnorm" for m in measurements):
         return columns
@@ -272,13 +272,13 @@ def page(
 
 
 def comparison(found: Sequence[Change], name: str, summary: str) -> dict[str, Any]:
-    """Returns the template values for a comparison with the file of this name."""
+    """Returns the template values for a comparison with the file of that name."""
     rows = [_cells(change) for change in _differing(found)]
     return {"name": name, "summary": summary, "columns": _COMPARED, "rows": rows}
 
 
 def _section(measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Returns the template values of one table: its grid, pictures and every arm."""
+    """Returns the template values for one table: its grid, its pictures and all arms."""
     return {
         "grid": grid(measurements, with_p99=False),
         "pictures": [bench_plot.svg(measurements, p) for p in bench_plot.panels(measurements)],

@@ -100,7 +100,7 @@ def choices(text: str, option: str, allowed: tuple[str, ...]) -> list[str]:
 
 
 def choice(text: str, option: str, allowed: tuple[str, ...]) -> str:
-    """Parses one word of `allowed`; takes the first of a list."""
+    """Parses one word of `allowed`; takes the first word of a list."""
     return choices(text, option, allowed)[0]
 
 

@@ -39,7 +39,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 _LONGEST_WORD = 24  # longer words in text columns are folded
 
 Message = dict[str, Any]
-"""A progress report of a rank: `text`, `done` and `total`."""
+"""A rank's progress report: `text`, `done` and `total`."""
 
 
 def console() -> Console:
@@ -101,7 +101,7 @@ class FittedTable:
         title: printed above the table.
         columns: headings.
         rows: cells, which may contain rich markup.
-        words: headings of text columns. They are left-aligned, as the first column is, and wrap
+        words: headings of text columns. Like the first column, they are left-aligned; they wrap
             between words.
         optional: headings of the columns to drop first. After them the others are dropped from the
             right. The first and the last column are always shown.
@@ -196,7 +196,7 @@ def microseconds(value: float) -> str:
 
 
 def time_of(value: float) -> str:
-    """Formats a time in us, with its unit."""
+    """Formats a time in us, including the unit."""
     text = microseconds(value)
     return text if text.endswith("ms") else f"{text} us"
 
@@ -252,7 +252,7 @@ def check_writable(path: Path, create_folder: bool = False) -> None:
         ) from None
 
 
-# Maps files that could not be written to the files that hold the results instead.
+# Maps each file that could not be written to the file that holds its results instead.
 _instead: dict[Path, Path] = {}
 
 

@@ -23,7 +23,7 @@ from allnorm.tuning import Curves
 _HIDDEN = {"cuda": "2880,4096,5120,7168,8192", "cpu": "2880,4096"}
 _QUANT = {"cuda": "none,per_group:128", "cpu": "none"}
 _MAX_TOKENS = {"cuda": 16384, "cpu": 1024}
-_SPARE_CORES = 0.5  # of the cores that ranks need, this many may be busy
+_SPARE_CORES = 0.5  # this many of the cores that the ranks need may be busy
 _PRODUCT = {"cuda": 7168, "cpu": 0}
 _FACTOR = 4  # between the sizes of the coarse grid
 
@@ -71,10 +71,11 @@ def tune(
     ] = False,
     json: Json = None,
 ) -> None:
-    """Measures which algorithm is fastest for which number of tokens, and stores the table.
+    """Measures which algorithm is fastest at each number of tokens, and stores the table.
 
     Each candidate's results are compared with the reference bit for bit before it is timed. New
-    communicators with the same device and number of ranks use the table; plan() shows it as source.
+    communicators with the same device and number of ranks use the table; plan() then reports the
+    table as its source.
     """
     where = options.device(device)
     sizes = [size for size in options.world_sizes(tp, where) if size > 1]
@@ -123,7 +124,7 @@ def _check_folder(job: Job, sizes: list[int], directory: Path | None) -> None:
 def _tune(
     job: Job, size: int, directory: Path | None, json: Path | None, console: Console, yes: bool
 ) -> bool:
-    """Measures one table and stores it if the user agrees; returns whether all went well."""
+    """Measures one table and stores it if the user agrees; returns whether everything succeeded."""
     began = time.monotonic()
     common, tried = output.conditions(job.device, world_size=size), LinkTimes()
 
@@ -157,7 +158,7 @@ def _tune(
 def _store(
     result: Result, directory: Path | None, device: str, size: int, console: Console, yes: bool
 ) -> bool:
-    """Shows what would change, asks, and stores."""
+    """Shows what would change, asks the user, and stores the table."""
     path = table.path_of(directory, device, size)
     changes = table.changes(result, directory, device, size)
     # The path must not be folded, so that the user can copy it.
@@ -196,7 +197,7 @@ def _table(result: Result, curves: Curves, size: int) -> output.FittedTable:
 def _check(
     job: Job, size: int, directory: Path | None, json: Path | None, console: Console
 ) -> bool:
-    """Measures, shows and writes --json; returns whether all points are right and in the limit."""
+    """Measures, shows and writes --json; returns whether all points are right and fast enough."""
     common, good = output.conditions(job.device), True
     for dtype in job.dtypes:
         with output.progress(f"tune --check, {output.ranks(size)}") as show:

@@ -161,7 +161,7 @@ def _faults(
 
 
 def _show_faults(rows: list[verify_faults.Row], world_size: int, console: Console) -> None:
-    """Prints a line per fault, then the problems. The JSON file has a row per case."""
+    """Prints a line per fault, then the problems. The JSON file has one row per case."""
     cells = []
     for fault in dict.fromkeys(row["fault"] for row in rows):
         cases = [row for row in rows if row["fault"] == fault]

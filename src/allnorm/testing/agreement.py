@@ -1,4 +1,4 @@
-"""Collective functions with which ranks exchange values, so that all of them decide alike."""
+"""Collective functions that exchange values between ranks, so that all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agree(text: str) -> str:
 
 
 def all_or_none(step: Callable[..., T], *arguments: Any) -> T:
-    """Runs a step that may fail on some ranks only, such as a call of another library.
+    """Runs a step that may fail on only some ranks, such as a call of another library.
 
     Raises:
         RankFailedError: the step raised on some rank.

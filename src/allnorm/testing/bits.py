@@ -1,4 +1,4 @@
-"""Comparison of tensors bit for bit. Only NaN payloads may differ; -0.0 is not 0.0."""
+"""Bit-for-bit comparison of tensors. Only NaN payloads may differ; -0.0 is not 0.0."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Reproducible test inputs, distinct on every rank and in every call, and special values.
 
-A test whose ranks hold equal values cannot detect data of a wrong peer. A test that repeats values
-cannot detect data of an earlier call. Hence every seed contains the rank and the call number.
+A test whose ranks hold equal values cannot detect data from a wrong peer. A test that repeats
+values cannot detect data from an earlier call. Hence every seed contains the rank and the call
+number.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from allnorm import names
 
-# Words that a transport might use as its empty word, neighboring words, and words that these might
-# be replaced with. The library must treat all of them as ordinary data.
+# Words that a transport might use as its "empty" word, neighboring words, and words that might
+# replace these. The library must treat all of them as ordinary data.
 SENTINEL_WORDS = (
     *(0xFFFFFFFF, 0xFFFEFFFE, 0xFFFEFFFF, 0xFFFFFFFE, 0xFFFF0000, 0x0000FFFF),
     *(0x7FFFFFFF, 0x7FFF7FFF, 0x7FFE7FFE, 0x7FC00000, 0x7FC07FC0, 0x7F800001, 0x7F817F81),
@@ -37,7 +38,7 @@ DTYPES = {name: getattr(torch, name) for name in names.DTYPES}
 
 @dataclass(frozen=True)
 class Batch:
-    """All ranks' inputs of one call, so that each rank can compute the reference alone."""
+    """All ranks' inputs for one call, so that each rank can compute the reference alone."""
 
     xs: tuple[Tensor, ...]  # every rank's partial sums, each [num_tokens, hidden_size]
     residual: Tensor  # [num_tokens, hidden_size], equal on every rank
@@ -67,9 +68,9 @@ def make_batch(
     seed: int,
     weight_bias: float = 0.0,
 ) -> Batch:
-    """Makes random inputs that are different on every rank and depend only on the arguments.
+    """Creates random inputs that differ on every rank and depend only on the arguments.
 
-    They are computed on the device. The mean of the weight is `1 - weight_bias`.
+    The inputs are computed on the device. The mean of the weight is `1 - weight_bias`.
     """
     normal = normal_maker(seed * 1009, device)
     return Batch(
@@ -80,7 +81,7 @@ def make_batch(
 
 
 def normal_maker(seed: int, device: torch.device) -> Callable[..., Tensor]:
-    """Returns a function of a number and a shape that makes float32 normal numbers on the device.
+    """Returns a function that maps a number and a shape to normal float32 values on the device.
 
     Number n uses seed `seed + n`; choose `seed` so that ranges do not overlap.
     """
@@ -103,7 +104,7 @@ def rank_input(
     scale: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Makes normal random numbers that depend only on rank, shape, dtype, call and seed.
+    """Creates normal random numbers that depend only on rank, shape, dtype, call and seed.
 
     Args:
         shape: shape of the result.
@@ -135,7 +136,7 @@ def shared_input(
     scale: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Makes random numbers that are equal on every rank, for a residual or a weight.
+    """Creates random numbers that are equal on every rank, for a residual or a weight.
 
     Different names give different numbers. For the other arguments see `rank_input`.
     """
@@ -152,7 +153,7 @@ def special_input(
     call: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Makes an input of one of SPECIAL_KINDS. For the other arguments see `rank_input`.
+    """Creates an input of one of SPECIAL_KINDS. For the other arguments see `rank_input`.
 
     "nan" and "infinity" put one such element into every third row, on rank 0 only.
     "opposite_infinities" puts +inf on rank 0 and -inf on rank 1 at the same index. "huge" overflows
@@ -195,7 +196,7 @@ def sentinel_input(
     call: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Makes random data whose 16-byte packs contain every sentinel word in every position.
+    """Creates random data whose 16-byte packs contain every sentinel word in every position.
 
     Pack `k`, counted over all rows, has word `k mod n` at position `k / n mod 5`; position 4 means
     all four words. `finite` omits words that hold a NaN or an infinity in this dtype, so that every

@@ -25,9 +25,10 @@ from allnorm.testing.rank import Surroundings, rank_main
 _Connection = multiprocessing.connection.Connection
 
 _START_SECONDS = 120.0
-# Time for ranks to exit. A rank in a collective with a dead peer never does.
+# Time for ranks to exit. A rank in a collective with a dead peer never exits by itself.
 _STOP_SECONDS = 5.0
-# Time for the other ranks to answer after one has failed; they may wait for it in a collective.
+# Time for the other ranks to answer after one has failed; they may be waiting for it in a
+# collective.
 _GRACE_SECONDS = 10.0
 _DUMP_SECONDS = 0.2
 
@@ -64,7 +65,7 @@ def run_ranks(
 ) -> list[Any]:
     """Runs `fn(rank, world_size, *args, **kwargs)` in `world_size` new processes.
 
-    Arguments, results and errors are those of `RankPool` and its `run`.
+    Arguments, results and errors are those of `RankPool` and its method `run`.
     """
     with RankPool(world_size, device, timeout=timeout, share_gpus=share_gpus) as pool:
         return pool.run(fn, *args, kwargs=kwargs, on_message=on_message)
@@ -74,7 +75,8 @@ def run_ranks(
 def _interrupts_blocked() -> Iterator[None]:
     """Blocks SIGINT here and in processes started here, until rank_main() unblocks it.
 
-    Ctrl-C reaches every process of a terminal. A rank that imports torch would print a traceback.
+    Ctrl-C reaches every process of a terminal. A rank that is importing torch would print a
+    traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -219,7 +221,7 @@ class RankPool:
             process = context.Process(
                 target=rank_main,
                 args=(theirs, rank, self.world_size, self.device, self._store.port, seconds),
-                # A spawned process inherits them.
+                # A spawned process inherits these from its parent.
                 kwargs={
                     "surroundings": None if self.device == "cuda" else Surroundings(),
                     "share_gpus": self._share_gpus,
@@ -237,7 +239,7 @@ class RankPool:
     def _collect(
         self, seconds: float, on_message: OnMessage | None, may_die: Collection[int]
     ) -> list[Any]:
-        """Waits for one answer from every rank."""
+        """Waits for one answer from each rank."""
         results: list[Any] = [None] * self.world_size
         failures: dict[int, str] = {}
         dead = False

@@ -1,8 +1,8 @@
-"""Timing of calls: call by call on CPU, by replays of CUDA graphs on GPUs.
+"""Timing of calls: one by one on CPU, in replays of CUDA graphs on GPUs.
 
 The method for CUDA: capture many calls in one graph, replay the graph at least 25 times, time each
-replay by CUDA events, divide by the number of calls, take the median over the replays, then the
-maximum over ranks. To exclude cache effects, pass several callables on different buffers.
+replay with CUDA events, divide by the number of calls, take the median over the replays, then the
+maximum over ranks. To exclude cache effects, pass multiple callables that use different buffers.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def time_cpu(
     warmup_calls: int = 10,
     group: dist.ProcessGroup | None = None,
 ) -> Timing:
-    """Times single calls by the wall clock.
+    """Times each call separately by the wall clock.
 
     Collective if torch.distributed is initialized: all ranks of the group call it and make the same
     number of calls. The result is this rank's; see `max_over_ranks`.
 
     Args:
-        fn: the call, or several calls (on different buffers) to alternate between.
+        fn: the call, or multiple calls (on different buffers) to alternate between.
         min_calls: minimum number of timed calls.
         max_calls: maximum number of timed calls.
         budget_s: approximate time of all calls on the slowest rank; the limits above take priority.
-        warmup_calls: number of untimed calls before, at least 1.
+        warmup_calls: number of untimed calls beforehand, at least 1.
         group: None is WORLD, or this process alone without torch.distributed.
     """
     turns = itertools.cycle([fn] if callable(fn) else fn)
@@ -117,7 +117,7 @@ def time_calls(calls: Iterable[Call]) -> list[float]:
 
 
 def calls_per_graph(num_tokens: int) -> int:
-    """Returns the calls per graph: enough that differences in the ranks' start do not matter."""
+    """Returns the calls per graph: enough that differences in ranks' start times do not matter."""
     if num_tokens <= 256:
         return 200
     return 20 if num_tokens <= 1024 else 5
@@ -129,8 +129,8 @@ def capture(
 ) -> Iterator[torch.cuda.CUDAGraph]:
     """Captures the kernels that the block launches in a graph, and yields the graph.
 
-    Every kernel must have run before, because kernels are loaded at their first launch, which a
-    capture does not allow.
+    Every kernel must have run before, because kernels are loaded at their first launch, and a
+    capture does not allow loading.
 
     Args:
         inside: context in which to capture, entered before the capture starts.
@@ -174,7 +174,7 @@ def time_cuda_graph(
         fns: calls to alternate between, one per buffer set.
         num_tokens: determines the number of calls per graph, see `calls_per_graph`.
         replays: number of timed replays; use at least 25 for published results.
-        warmup_replays: number of untimed replays before.
+        warmup_replays: number of untimed replays beforehand.
         warmup_calls: number of eager calls of each function before the capture.
     """
     calls = calls_per_graph(num_tokens)

@@ -1,4 +1,4 @@
-"""Comparison of the choice of `auto` with the best algorithm."""
+"""Comparison of the algorithm that `auto` chooses with the best algorithm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Point:
 
     @property
     def ratio(self) -> float:
-        """The time of `auto` divided by that of the best algorithm; below 1 only by noise."""
+        """The time of `auto` divided by the best algorithm's; only noise makes it less than 1."""
         return self.auto.p50_us / self.best.p50_us
 
     @property
@@ -38,12 +38,12 @@ class Point:
 
     @property
     def errors(self) -> list[str]:
-        """The errors in the results of the two."""
+        """The errors in the two measurements' results."""
         return [f"{m.arm} at {m.shape}: {m.error}" for m in (self.auto, self.best) if m.error]
 
 
 Points = dict[tuple[Shape, Mode], Point]
-"""Measured points by shape and mode."""
+"""Maps (shape, mode) to the measured point."""
 
 
 def measure(
@@ -53,7 +53,7 @@ def measure(
     directory: Path | None = None,
     on_message: OnMessage | None = None,
 ) -> Points:
-    """Starts ranks that time `auto` and every algorithm, with inputs of one of the job's dtypes.
+    """Starts ranks that time `auto` and every algorithm with one of the job's dtypes.
 
     Points that exceed the limit are measured a second time, because noise makes about one in a
     hundred exceed it. For `directory` see `tuning.path_of`.
@@ -87,7 +87,8 @@ def measure(
     found = measured(shapes, [Mode(quant) for quant in job.quants])
     again = [key for key, point in found.items() if point.slow]
     if again:
-        # All combinations of these shapes and modes, for simplicity: there are few.
+        # Measures all combinations of these shapes and modes, for simplicity, because there are
+        # few.
         shapes_again, modes_again = (dict.fromkeys(part) for part in zip(*again, strict=True))
         repeated = measured(list(shapes_again), list(modes_again))
         for key in again:

@@ -1,6 +1,6 @@
 """Crossovers between candidates: which sizes to measure, and which candidate wins where.
 
-This module does not measure. Ranks with the same times therefore make the same decisions.
+This module does not measure. Ranks that have the same times therefore make the same decisions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from allnorm.policy import Step
 # A candidate must be faster by this share to replace the previous one. Smaller differences are
 # noise, and would make a table switch back and forth.
 TOLERANCE = 0.02
-# Sizes within this factor are not bisected further.
+# Two sizes that differ by at most this factor are not bisected further.
 _CLOSE = 1.2
 _MAX_BISECTIONS = 24
-# Tried numbers of blocks per row, and the limits of a block's share of the row: 2 to 16 warps with
+# Numbers of blocks per row to try, and the limits of a block's share of the row: 2 to 16 warps with
 # 16 bytes per thread.
 _CLUSTER_SIZES = (1, 2, 4, 8)
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 1024, 8192
@@ -26,7 +26,7 @@ _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 1024, 8192
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """An algorithm and launch geometry that may be fastest."""
+    """An algorithm and launch geometry to measure."""
 
     algorithm: str  # name of the algorithm
     num_blocks: int = 0  # maximum blocks per launch; 0: as many as the GPU can run
@@ -40,7 +40,7 @@ class Candidate:
 
     @classmethod
     def of(cls, step: Step) -> Candidate:
-        """Returns the candidate of a step."""
+        """Returns the candidate that a step uses."""
         return cls(step.algorithm, step.num_blocks, step.cluster_size)
 
     def step(self, max_tokens: int | None) -> Step:
@@ -49,7 +49,7 @@ class Candidate:
 
 
 Times = Mapping[Candidate, float]
-"""Microseconds by candidate, of the candidates that ran with right results."""
+"""Maps each candidate that ran with correct results to its microseconds."""
 
 
 def token_grid(max_tokens: int, factor: int) -> list[int]:
@@ -74,7 +74,7 @@ def candidates(
 
 
 def _spreads(cluster_size: int, num_tokens: int, num_sms: int, row_bytes: int) -> bool:
-    """Returns whether that many blocks per row fit: in block size and in number of SMs."""
+    """Returns whether that many blocks per row suit the block size and the number of SMs."""
     block_bytes = row_bytes / cluster_size
     fits = _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES
     return fits and cluster_size * num_tokens <= num_sms
@@ -83,8 +83,8 @@ def _spreads(cluster_size: int, num_tokens: int, num_sms: int, row_bytes: int) -
 def search(measure: Callable[[int], Times], grid: Sequence[int]) -> dict[int, Times]:
     """Measures a grid of sizes, then bisects every crossover.
 
-    `measure` returns the times at a number of tokens and is called once per number. Grid and result
-    are ascending.
+    `measure` returns the times at a number of tokens and is called once per number. Both the grid
+    and the result are ascending.
     """
     times = {num_tokens: measure(num_tokens) for num_tokens in grid}
     for _ in range(_MAX_BISECTIONS):
@@ -100,7 +100,7 @@ def search(measure: Callable[[int], Times], grid: Sequence[int]) -> dict[int, Ti
 def winners(times: Mapping[int, Times]) -> dict[int, Candidate]:
     """Returns the candidate to use at each measured size.
 
-    Among candidates within TOLERANCE of the fastest, it prefers the one of the previous size, then
+    Among candidates within TOLERANCE of the fastest, it prefers the previous size's candidate, then
     the fastest algorithm with the default launch geometry.
     """
     chosen: dict[int, Candidate] = {}
@@ -131,7 +131,7 @@ def leave_out(times: Mapping[int, Times], without: Iterable[Candidate]) -> dict[
 def link_rate(times: Mapping[float, float]) -> float:
     """Returns the link rate with the shortest time; 0 if none improves by more than noise.
 
-    `times` are microseconds by rate; rate 0 means unpaced.
+    `times` maps rates to microseconds; rate 0 means unpaced.
     """
     if not times:
         return 0.0
@@ -142,7 +142,7 @@ def link_rate(times: Mapping[float, float]) -> float:
 def steps(times: Mapping[int, Times], without: Iterable[Candidate] = ()) -> tuple[Step, ...]:
     """Returns the steps of a curve; empty if nothing was measured.
 
-    Candidates in `without` had a wrong result at some size and are not used at any size.
+    Candidates in `without` had a wrong result at some size and are therefore not used at any size.
     """
     kept = leave_out(times, without)
     chosen = list(winners(kept).items())
@@ -161,8 +161,8 @@ def _crossover(
 ) -> int:
     """Returns the largest number of tokens, from `a` to `b` - 1, at which to use `first`.
 
-    If both candidates were timed at both ends, it interpolates the log of their ratio over the log
-    of the tokens and returns its zero.
+    If both candidates were timed at both ends, it interpolates the log of their time ratio over the
+    log of the number of tokens, and returns the zero crossing.
     """
     try:
         at_a = math.log(times[a][first] / times[a][second])

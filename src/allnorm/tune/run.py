@@ -1,4 +1,4 @@
-"""Measures which candidate is fastest: starts the ranks, and the code that runs in them."""
+"""Measures which candidate is fastest: starts the ranks, and holds the code that runs on them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LINK_SHARES = tuple(1 + percent / 100 for percent in range(13))
 
 @dataclass(frozen=True)
 class Job:
-    """A description of what to measure, equal on every rank."""
+    """The settings of a tuning run, equal on every rank."""
 
     dtypes: tuple[str, ...]  # names of the dtypes of the inputs
     quants: tuple[str, ...]  # quantizations, as `bench.modes.quant_name` writes them
@@ -56,12 +56,12 @@ class Job:
 
 @dataclass(frozen=True)
 class CurveTimes:
-    """The times of one dtype, epilogue and hidden size."""
+    """The times for one dtype, epilogue and hidden size."""
 
     dtype: str  # name of the dtype
     quant: str  # quantization, as in Job
     hidden_size: int  # number of columns
-    times: Mapping[int, Times]  # microseconds by tokens and candidate, which decide
+    times: Mapping[int, Times]  # microseconds by tokens and candidate; these decide
     wrong: Mapping[Candidate, str]  # errors of candidates with wrong results; not timed again
     reason: str  # why nothing can be measured, or ""
     # Times in a chain of calls, in addition to `times` after a GEMM.
@@ -77,9 +77,9 @@ class CurveTimes:
 class LinkTimes:
     """The times of calls at different link rates."""
 
-    # Microseconds of LINK_SHAPE by rate; rate 0 means unpaced.
+    # Maps each rate to the microseconds of LINK_SHAPE; rate 0 means unpaced.
     us: dict[float, float] = field(default_factory=dict)
-    # What is wrong with the bits at a rate, by rate.
+    # Maps each rate to the error in the results at that rate.
     wrong: dict[float, str] = field(default_factory=dict)
 
     @property
@@ -105,7 +105,7 @@ class Result:
 def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> Result:
     """Starts ranks that measure, and returns their result.
 
-    `on_message` takes a rank and its progress: `text`, `done` and `total`; or a result under
+    `on_message` takes a rank and its progress (`text`, `done` and `total`), or a result under
     `measured`: first the LinkTimes, if any, then each CurveTimes as soon as it is complete.
 
     Raises:
@@ -148,7 +148,7 @@ def run(rank: int, world_size: int, job: Job) -> Result:
 
 def _try_link_rates(comm: allnorm.Communicator, job: Job) -> LinkTimes:
     case, mode = _make_case(comm, LINK_SHAPE, "bfloat16"), Mode()
-    # Both send the same bytes; with two ranks, one_shot sends them in one hop.
+    # Both algorithms send the same bytes with two ranks, but one_shot sends them in one hop.
     candidate = Candidate("one_shot" if comm.world_size == 2 else "two_shot")
     found = LinkTimes()
 
@@ -254,7 +254,7 @@ def _measure_curve(
 def candidate_arm(
     comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
 ) -> Arm | None:
-    """Returns an arm whose call uses a table with only this candidate and rate; None if it cannot.
+    """Returns an arm that uses a table with only this candidate and rate; None if it cannot run.
 
     The arm's `reset` installs the table; it stays until the `reset` of a different arm.
     """
@@ -276,7 +276,7 @@ def candidate_arm(
 def forced(
     comm: allnorm.Communicator, case: Case, mode: Mode, candidate: Candidate, link_gbps: float
 ) -> Callable[[], None]:
-    """Returns a function that makes a communicator use this candidate for calls of a case."""
+    """Returns a function that makes a communicator use this candidate for a case's calls."""
     step = candidate.step(None)
     name = (str(case.dtype).removeprefix("torch."), epilogue_of(mode.quant))
     curve = policy.Curve(case.shape.hidden_size, (step,))

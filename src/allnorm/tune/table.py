@@ -1,4 +1,4 @@
-"""Converts measurements to the table that is stored and to rows of results."""
+"""Converts measurements to the stored table and to rows of the results file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from allnorm.tune.run import LINK_SHAPE, CurveTimes, LinkTimes, Result
 from allnorm.tuning import Curves, Measured
 
 LINK_ARM = "link"
-"""The arm name of rows with the time of a call at a link rate."""
+"""The arm name in rows that hold a call's time at a link rate."""
 
 
 def curves_of(result: Result) -> Curves:
-    """Returns the curves by dtype and epilogue, without curves that have no right results."""
+    """Returns the curves by dtype and epilogue, without curves that have no correct results."""
     curves: Curves = {}
     for curve in result.curves:
         if steps := crossovers.steps(curve.times, without=result.wrong):
@@ -105,7 +105,7 @@ def describe_link(result: Result) -> str:
 
 
 def link_rows(link: LinkTimes) -> Iterator[dict[str, Any]]:
-    """Yields a row of results per tried link rate."""
+    """Yields a results row for each link rate that was tried."""
     for rate, us in link.us.items():
         yield {
             "num_tokens": LINK_SHAPE.num_tokens,
@@ -121,7 +121,7 @@ def link_rows(link: LinkTimes) -> Iterator[dict[str, Any]]:
 
 
 def curve_rows(curve: CurveTimes, link_gbps: float, product: int) -> Iterator[dict[str, Any]]:
-    """Yields a row of results per time of a curve, measured at a link rate and after a GEMM."""
+    """Yields a results row for each time of a curve."""
     chosen = crossovers.winners(crossovers.leave_out(curve.times, curve.wrong))
     for in_chain, times in ((False, curve.times), (True, curve.chain)):
         for tokens, found in times.items():

@@ -30,14 +30,14 @@ SCALE_NAMES = (
     ),
     ("column_major_tma", "ue8m0_packed"),
 )
-"""Layouts and formats of the scales of groups, other than tiled ones."""
+"""Pairs of layout and format for per-group scales, without tiled layouts."""
 HIDDEN_SIZES = (120, 512, 2880, 2944, 4096, 7168, 8192)
 TOKENS = {
     "cuda": (1, 2, 3, 4, 7, 8, 16, 17, 33, 64, 130, 257, 512, 1024),
     "cpu": (1, 2, 3, 5, 8, 17, 40),
 }
 BURST = 48
-"""Number of calls that `run_cases` makes before it waits for any of them."""
+"""Number of calls that `run_cases` issues before it waits for any of them."""
 
 # ---- many calls ----------------------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"post_norm": True, "scale": -1.5, "experts": Experts()},
     {"experts": Experts()},
 )
-"""One case of each kind of residual update, as fields of a Case."""
+"""Fields of a Case, for one case per kind of residual update."""
 
 
 def algorithms(case: Case, comms: Sequence[allnorm.Communicator]) -> set[str]:

@@ -23,10 +23,10 @@ from allnorm.testing import (
 from allnorm.testing.rank import device
 
 VALUES = (*SPECIAL_KINDS, "sentinels", "finite_sentinels")
-"""Values of `Case.kind` that mean special numbers."""
+"""Values of `Case.kind` that select special numbers as inputs."""
 
 Results = dict[str, torch.Tensor]
-"""Results of a call by name: reduced, rows, normed, residual_out, quantized, scale."""
+"""A call's results, keyed by: reduced, rows, normed, residual_out, quantized, scale."""
 
 
 # ---- memory layouts ------------------------------------------------------------------------------
