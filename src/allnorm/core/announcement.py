@@ -203,7 +203,7 @@ class Announcement:
         return describe(self.described())
 
     def differences(self, rank: int, other: Announcement, peer: int) -> str:
-        """Describes how `rank`'s call, this one, differs from `peer`'s; empty after a refusal."""
+        """Describes how this call, made by `rank`, differs from `peer`'s; empty after a refusal."""
         if self.is_refusal or other.is_refusal:
             return ""
         raw = [dict(zip(FIELDS, map(str, call.words), strict=True)) for call in (self, other)]

@@ -1,8 +1,8 @@
 """Arrival: the ranks of a group find each other in the group's store. This is called a meeting.
 
-Its processes identify a meeting. Counters would not do: they would differ between ranks after a
-process was replaced, or after other ranks created a group of the same name. The store has one entry
-per rank:
+A meeting is identified by its processes, not by a counter. Counters would differ between ranks
+after a process was replaced, or after other ranks created a group of the same name. The store has
+one entry per rank:
 
 - An arriving rank writes a new random nonce to its entry. This replaces anything that an earlier
   process, or an earlier group of the same name, left there.

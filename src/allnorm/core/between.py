@@ -224,7 +224,7 @@ class Between(GroupExchange):
 
     @property
     def can_exchange_parts(self) -> bool:
-        """Returns whether `start_parts` works, which takes CPU tensors or NCCL, and saves time."""
+        """Returns whether `start_parts` is usable (it needs CPU tensors or NCCL) and saves time."""
         return self.num_islands > 2 and (self._on_host or self._backend == "nccl")
 
 
@@ -318,7 +318,7 @@ def places(islands: Islands, rank: int) -> tuple[int, int]:
 
 
 def segments(islands: Islands, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns each island's range of rows, from each rank's; an island's ranks are consecutive."""
+    """Converts the ranks' row ranges to those of islands, which consist of consecutive ranks."""
     return [(bounds[island[0]][0], bounds[island[-1]][1]) for island in islands]
 
 

@@ -34,7 +34,7 @@ class Call:
     numerics: str = "rounded"  # rounding mode
     algorithm: str = "auto"  # requested algorithm
     residual_sharded: bool = False  # whether `residual` has only this rank's rows
-    post_norm: PostNorm | None = None  # norm of the sum before the residual add
+    post_norm: PostNorm | None = None  # norm applied to the sum before the residual add
     scale: float = 1.0  # factor of the reduced sum, or of its post norm
     quant: Quant | None = None  # spec of the quantization
     return_normed: bool = False  # whether to return normed rows as well as quantized ones
@@ -109,7 +109,7 @@ class Call:
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """All values except tensors. Only the type and layout of a spec that holds a tensor."""
+        """All values except tensors; for a spec that holds a tensor, only its type and layout."""
         spec: Any = self.quant
         layout = getattr(spec, "scale_layout", None) if type(spec) is NvFp4 else None
         if type(spec) in (Fp8PerTensor, NvFp4):

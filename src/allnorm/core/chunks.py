@@ -22,7 +22,7 @@ ROW_FIELDS = (
 def own_partial(
     prepared: PreparedCall, library: _native.Library, x: torch.Tensor
 ) -> tuple[int, torch.Tensor]:
-    """Returns a status and this rank's partial sums, after it has summed any rows of experts."""
+    """Sums any rows of experts; returns a status and this rank's partial sums."""
     call = prepared.native
     if not call.top_k:
         return _native.OK, rows_of(x)
@@ -64,7 +64,7 @@ def add(library: _native.Library, stream: int, sources: torch.Tensor) -> torch.T
 
 
 def results_of(call: _native.Call) -> dict[str, int]:
-    """Returns the addresses of a call's residual and results, by name."""
+    """Returns the addresses of a call's residual and results, keyed by field."""
     return {name: getattr(call, name) for name in _MOVED}
 
 

@@ -84,7 +84,7 @@ class Failure:
         self.refused = ""
         self._opened = opened
         self._prepared_calls, self._abandon = prepared_calls, abandon
-        # The accounts of this rank and its peer about the calls in which they diverged.
+        # Accounts, by this rank and its peer, of the calls in which they diverged.
         self._accounts: tuple[faults.Account, faults.Account] | None = None
         # Creates the error of every call after this rank has given up.
         self._error: Callable[[], PeerTimeoutError] | None = None
@@ -265,7 +265,7 @@ class Failure:
             elif fault.status in _KIND_OF_STATUS:
                 cause = self._cause_of_fault(fault)
                 if cause.rank not in (fault.peer, self.rank) or cause.kind == CROSSED:
-                    # The peer has exited, or is late, because of that rank.
+                    # The peer has exited, or is late, because of the rank in `cause`.
                     self.end_with(cause)
                     assert self._error is not None
                     return self._error()

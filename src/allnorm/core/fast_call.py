@@ -33,7 +33,7 @@ _NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.
 _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
 _TENSORS = (*INPUTS, *MEMORY)
 _STATIC_SCALE, _OUT = _TENSORS.index("static_scale"), _TENSORS.index("out")
-# Tensors without hidden_size columns; the kernels read them element by element.
+# Tensors whose width is not hidden_size; the kernels read them element by element.
 _NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weights"})
 
 

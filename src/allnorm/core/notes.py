@@ -68,7 +68,7 @@ IsDead = Callable[[int], bool]
 
 
 class Cause(NamedTuple):
-    """The cause of a failure."""
+    """The cause of a failure: which rank failed, and how."""
 
     rank: int  # the failed rank; -1: unknown
     kind: str  # one of the constants above

@@ -34,7 +34,7 @@ _INPUT_NAMES = (
     *("x", "residual", "weight", "quant.scale"),
     *("post_norm.weight", "index", "weights", "shared"),
 )
-_NARROW_INPUTS = ("quant.scale", "index", "weights")  # without hidden_size columns
+_NARROW_INPUTS = ("quant.scale", "index", "weights")  # inputs whose width is not hidden_size
 _NVFP4 = _native.QUANT["nvfp4"]
 _OPS = {"all_reduce": _native.ALL_REDUCE, "all_gather_rows": _native.ALL_GATHER_ROWS}
 

@@ -1,7 +1,7 @@
 """The refusal: the call that a rank makes in place of a call that it refuses.
 
 If all ranks refuse, they exchange refusals and stay in step. A peer that makes any other call
-notices at once: no real call looks like a refusal, because its weight_bias is NaN.
+notices at once: no real call looks like a refusal, because a refusal's weight_bias is NaN.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def open_communicators() -> list[Communicator]:
 
 
 def dispatchers() -> dict[tuple[str, bool], Dispatcher]:
-    """Returns the live table of open communicators' dispatchers: `_dispatchers`."""
+    """Returns the live table of open communicators' dispatchers; see `_dispatchers`."""
     return _dispatchers
 
 
@@ -146,7 +146,7 @@ def _close_all_of_groups() -> None:
 
 
 def _become_fork() -> None:
-    _making.clear()  # another thread of the parent may have held one
+    _making.clear()  # another thread of the parent may have held a lock
     _opening.clear()
     _open.clear()
     _dispatchers.clear()

@@ -36,8 +36,8 @@ from allnorm.core.watch import SETTLED_SECONDS, Process, Watch
 from allnorm.errors import AllnormError, PeerDiedError, PeerTimeoutError, UnsupportedError
 
 Look = Callable[[set[int], list[int]], None]
-"""Called repeatedly during a wait with the missing ranks, and the missing ranks whose process has
-exited. Raises to end the wait."""
+"""Called repeatedly during a wait. Takes the missing ranks, and a list of those among them whose
+process has exited. Raises to end the wait."""
 
 _LOOK_SECONDS = 0.05
 # Unique, unlike a process id: processes on hosts that run the same image may have equal ids.

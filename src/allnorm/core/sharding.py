@@ -1,4 +1,4 @@
-"""DTensor weights: returns the local tensor if this rank holds the whole weight."""
+"""DTensor weights: finds the local tensor if this rank holds the whole weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that run in a thread, because they may wait longer than their caller can."""
+"""Runs steps in a thread, because they may wait longer than their caller can."""
 
 from __future__ import annotations
 

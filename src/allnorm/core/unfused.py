@@ -6,9 +6,10 @@ because gloo cannot gather bfloat16, NCCL cannot gather float8, and no bit may c
 The process group belongs to the communicator. The first unfused call creates it, because most
 communicators never need it, and it takes memory and connections.
 
-The ranks first announce the call on a channel. Otherwise different calls would do damage: with
-different numbers of bytes, gloo aborts the process, and NCCL waits until its watchdog aborts it;
-with equal numbers of bytes, rows of different shapes are mixed. Captured calls are not announced.
+The ranks first announce the call on a channel. Otherwise different calls would do damage: if
+they send different numbers of bytes, gloo aborts the process, and NCCL waits until its watchdog
+aborts it; if the numbers are equal, rows of different shapes are mixed. Captured calls are not
+announced.
 """
 
 from __future__ import annotations

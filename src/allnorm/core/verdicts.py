@@ -70,7 +70,7 @@ class Verdicts:
         self._world_size = world_size
         self._patience_s = patience_s
         self._asked: collections.Counter[str] = collections.Counter()
-        self._absent: dict[int, str] = {}  # maps a silent rank to its count of answers then
+        self._absent: dict[int, str] = {}  # maps a silent rank to its answer count then
         self._settled: dict[str, tuple[str, bool]] = {}  # keyed by the key of the question
 
     def decide(self, question: str, mine: Answer) -> str:
