@@ -70,7 +70,7 @@ def communicator_name(
     found = _first_on(group, device, _named)
     if found is None:
         # Either all ranks must create a communicator or none. So a communicator that was dropped
-        # without close() must be freed on all ranks, not only where the garbage collector already ran.
+        # without close() must be freed on all ranks, not only where garbage was already collected.
         gc.collect()
         found = _first_on(group, device, open_communicators()) or _make_in_thread(group, device)
         _named.append(found)
