@@ -1,6 +1,6 @@
-// Tests the local kernels, which unfused calls and norms of reduced tensors use, on simulated GPUs
-// (tests/shim): every dtype, odd hidden sizes, and any number of sources up to the largest world
-// size, compared with the numerics page bit for bit.
+// Tests the local kernels on simulated GPUs (tests/shim), bit for bit against the numerics page.
+// Unfused calls and norms of reduced tensors use these kernels. Covers every dtype, odd hidden
+// sizes, and any number of sources up to the largest world size.
 #include <vector>
 
 #include "gpu/kernel_table.cuh"
