@@ -46,14 +46,14 @@ class WrongError(AssertionError):
 def compare(
     actual: Sequence[Tensor], expected: Sequence[Tensor], within: float, share: float, what: Any
 ) -> None:
-    """Raises WrongError unless tensors are alike, and nearly equal except a few elements.
+    """Raises WrongError unless tensors match in dtype, shape and nearly all elements.
 
     Args:
-        actual: results of the fused program, then its inputs, which it may write.
-        expected: results and inputs of the original program.
+        actual: the fused program's results, then its inputs, which it may overwrite.
+        expected: the original program's results and inputs.
         within: tolerance of an element, relative to the element and to the tensor's median.
         share: fraction of each tensor that must be within the tolerance.
-        what: the program and its report, for the message.
+        what: describes the program and its report in the message.
     """
     for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         for trait in ("dtype", "shape"):
@@ -67,15 +67,15 @@ def compare(
 
 
 def count(rank: int, world_size: int, kind: str, seeds: range) -> tuple[Any, list[str]]:
-    """Runs programs; returns totals, and the errors of failed ones."""
+    """Runs programs; returns totals, and the errors of failed programs."""
     one = importlib.import_module(KINDS[kind]).one
     totals: collections.Counter[str] = collections.Counter()
     failures = []
     for seed in seeds:
         try:
             reports: list[FusionReport] | None = one(rank, seed)
-        except Exception as error:  # noqa: BLE001 - counted, so that the other programs run
-            # By name, because the program that runs as __main__ has a different class object.
+        except Exception as error:  # noqa: BLE001 - counted; the other programs still run
+            # Compares names, because a program that runs as __main__ has a different class object.
             wrong = type(error).__name__ == WrongError.__name__
             totals["wrong" if wrong else "raised"] += 1
             failures.append(f"seed {seed}, rank {rank}: {traceback.format_exc()}")
@@ -87,7 +87,7 @@ def count(rank: int, world_size: int, kind: str, seeds: range) -> tuple[Any, lis
 
 
 def firsts(options: argparse.Namespace, start: float) -> Iterator[int]:
-    """Yields the first seed of each round."""
+    """Yields the first seed of each round of programs."""
     if not options.minutes:
         yield from range(options.first, options.first + options.count, AT_ONCE)
         return

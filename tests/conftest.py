@@ -1,4 +1,4 @@
-"""Fixtures: pools of ranks that live for the whole session, and visible skips without GPUs."""
+"""Fixtures: rank pools that live for the whole session, and visible skips without GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from allnorm.testing import RankPool, spawn
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Defines the option of pytest-timeout, which pyproject.toml sets, if the plugin is missing."""
+    """Defines pytest-timeout's option if the plugin is missing, as pyproject.toml sets it."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "without effect: pytest-timeout is not installed")
     parser.addoption(
@@ -29,23 +29,23 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides tuning tables and compiler caches of this machine from tests and ranks."""
+    """Hides this machine's tuning tables and compiler caches from tests and ranks."""
     os.environ["ALLNORM_TUNING_DIR"] = os.path.join(tempfile.gettempdir(), "allnorm-no-tables")
-    # An empty Inductor cache, because passes do not run on cached code. Workers of pytest-xdist use
-    # the folder of the process that started them.
+    # The Inductor cache must be empty, because passes do not run on cached code. pytest-xdist
+    # workers use the folder of the process that started them.
     if not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="allnorm-inductor-", ignore_cleanup_errors=True)
         config.add_cleanup(folder.cleanup)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
         _keep_compiled(folder.name)
-    # Ranks are forked with these modules imported, which tests in ranks need.
+    # Ranks are forked from a process that has imported these modules, which the tests need.
     spawn.PRELOADED += ["pytest", "torch._dynamo", "torch._inductor.compile_fx"]
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): without effect")
 
 
 def _keep_compiled(folder: str) -> None:
-    """Caches results of the C++ compiler, because Inductor compiles half of the code repeatedly."""
+    """Caches the C++ compiler's results, because Inductor compiles half of the code repeatedly."""
     if "CXX" in os.environ or not all(map(shutil.which, ("bash", "g++", "flock", "sha256sum"))):
         return
     os.environ["COMPILED_IN_TESTS"] = folder
@@ -65,7 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _shares_gpus(item: pytest.Item) -> bool:
     """Returns whether a test can run with more ranks than GPUs.
 
-    Pools of ranks support it. The marker `own_gpus` is for tests that need NCCL or a GPU per rank.
+    Rank pools support sharing. The marker `own_gpus` is for tests that need NCCL or a GPU per rank.
     """
     wanted = item.config.getoption("--share-gpus") and "pool" in getattr(item, "fixturenames", ())
     return bool(wanted) and item.get_closest_marker("own_gpus") is None
@@ -79,7 +79,7 @@ class PatientPool(RankPool):
 
 
 class Pools:
-    """Returns pools that are created once per device and world size."""
+    """Rank pools, each created once per device and world size."""
 
     def __init__(self, share_gpus: bool) -> None:
         self._share_gpus = share_gpus
@@ -94,7 +94,7 @@ class Pools:
         return self._pools[key]
 
     def tidy(self) -> None:
-        """Ends process groups that tests have left in the ranks that they used."""
+        """Destroys the process groups that tests left in the ranks they used."""
         for key in self._untidy:
             if self._pools[key].is_running:
                 self._pools[key].run(destroy_groups)
@@ -127,6 +127,6 @@ def tidy_models(request: pytest.FixtureRequest, pools: Pools) -> Iterator[None]:
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, pools: Pools) -> RankPool:
-    """Returns the pool that `rank_helpers.on` parametrizes."""
+    """Returns the rank pool for the parameters that `rank_helpers.on` sets."""
     device, world_size = request.param
     return pools.get(device, world_size)

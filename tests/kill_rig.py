@@ -41,7 +41,7 @@ from allnorm import reference
 TIMEOUT_SECONDS = 600.0
 # Timeout if the victim is stopped, because then only the timeout ends the wait.
 STOPPED_SECONDS = 3.0
-# Limit for a busy machine; an idle one needs a tenth of a second.
+# Limit for a busy machine; an idle machine takes a tenth of a second.
 LATE_SECONDS = 20.0
 ROUND_SECONDS = 120
 SHARED_MEMORY = pathlib.Path("/dev/shm")
@@ -54,18 +54,18 @@ HURTS = ("kill", "stop", "interrupt", "close")
 _NAMES = {
     "kill": ("PeerDiedError",),
     "stop": ("PeerTimeoutError",),
-    # PeerDivergedError if the rank was interrupted before it sent anything: it refused the call.
+    # PeerDivergedError if the rank was interrupted before sending: its peers see a refusal.
     "interrupt": ("PeerLeftError", "PeerDivergedError"),
     "close": ("PeerLeftError",),
 }
 
 
 class InterruptError(Exception):
-    """The error that the signal handler of an interrupted rank raises."""
+    """The error that an interrupted rank's signal handler raises."""
 
 
 def inputs(number: int, world_size: int) -> list[torch.Tensor]:
-    """Returns the partial sums of all ranks in call `number`, which are integers."""
+    """Returns all ranks' partial sums in call `number`, which are integers."""
     rows = torch.arange(7 * 256, dtype=torch.float32).view(7, 256)
     return [(rows + 3 * number) % 13 * (rank + 1) - rank for rank in range(world_size)]
 
@@ -82,7 +82,7 @@ def calls(comm: allnorm.Communicator, shuffled: random.Random, kind: str, where:
             name = shuffled.choice(("one_shot", "two_shot", "sharded", "gather", "quant"))
         elif kind == "unfused":
             name = "unfused"
-        for _ in range(4):  # from the third time on dispatched in C
+        for _ in range(4):  # C dispatches the call from the third time on
             number += 1
             where[0] = f"{name}, call {number}"
             xs = inputs(number, world_size)
@@ -109,11 +109,11 @@ def calls(comm: allnorm.Communicator, shuffled: random.Random, kind: str, where:
 
 
 def fork_child() -> int:
-    """Forks a child that exits immediately by sys.exit(), as a program would; returns its ID."""
+    """Forks a child that exits immediately as by sys.exit(); returns its process ID."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(ROUND_SECONDS)
-        ctypes.pythonapi.Py_Exit(0)  # like sys.exit(), without unwinding the frames of the rank
+        ctypes.pythonapi.Py_Exit(0)  # like sys.exit(), without unwinding the rank's frames
     return pid
 
 
@@ -137,7 +137,7 @@ def rank_main(rank: int, config: dict[str, Any], ready: int, answer: int, done: 
     def closes(*_: Any) -> None:
         try:
             comm.close()
-        except allnorm.AllnormError:  # refused within a call: try again a little later
+        except allnorm.AllnormError:  # close() is refused within a call: retries a little later
             signal.setitimer(signal.ITIMER_REAL, 0.0003)
 
     if victim and config["hurt"] in ("interrupt", "close"):
@@ -203,7 +203,7 @@ def aftermath(comm: allnorm.Communicator, error: BaseException | None, victim: b
             # refused, and make no further calls, so another call of the victim would hang.
             comm.close()
             return []
-    if victim:  # a victim that was interrupted between calls has no error itself
+    if victim:  # a victim that was interrupted between calls has no error
         return []
     if any(type(one) is not type(error) for one in said):
         problems.append(f"check() and the next call raised {said}, the call {error!r}")
@@ -290,7 +290,7 @@ def hurt_one(seed: int, folder: str, kinds: list[str], hurts: list[str]) -> dict
     for one in ranks:
         one["seconds"] = one.pop("told") - hurt_at
     survivors = [one for one in ranks if one["rank"] != victim]
-    # Only files of these ranks, because other tests create communicators at the same time.
+    # Only these ranks' files, because other tests create communicators at the same time.
     left = [p.name for pid in pids for p in SHARED_MEMORY.glob(f"allnorm-{pid}-*")]
     return {
         **config,

@@ -1,4 +1,4 @@
-"""Helpers of test functions that run inside ranks: communicators, cases, checks."""
+"""Helpers for test functions that run inside ranks: communicators, cases, checks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def on(
 ) -> Callable[[Any], Any]:
     """Runs a test once per device and world size.
 
-    If the parameters of a test begin with `rank, world_size`, it runs in every rank; further
+    A test whose parameters begin with `rank, world_size` runs in every rank, and its other
     parameters must be picklable. Any other test gets the fixture `pool` and starts ranks itself.
 
     Args:
         cpu: numbers of CPU ranks.
         gpu: numbers of GPU ranks.
-        may_die: ranks whose process may die in a test that runs in ranks; -1 is the last one.
+        may_die: ranks whose process may die in a test that runs in ranks; -1 is the last rank.
     """
     pools = pytest.mark.parametrize(
         "pool",
@@ -86,7 +86,7 @@ def destroy_groups(rank: int, world_size: int) -> None:
 
 @functools.cache
 def comm(**arguments: Any) -> allnorm.Communicator:
-    """Returns a communicator, which is cached by its arguments. Collective."""
+    """Returns a communicator, cached by its arguments. Collective."""
     return allnorm.Communicator(device=device(), **arguments)
 
 
@@ -94,7 +94,7 @@ def assert_ranks_agree(c: allnorm.Communicator, *tensors: torch.Tensor) -> None:
     """Checks that tensors are bit-identical on all ranks, including NaN payloads. Collective."""
     digest = hashlib.blake2b()
     for tensor in tensors:
-        # cloned, because a contiguous tensor of one element may have any stride
+        # cloned, because a contiguous tensor of one element can have any stride
         dense = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
         digest.update(dense.view(torch.uint8).cpu().numpy().tobytes())
     digests = gather(digest.hexdigest(), c.group)
@@ -109,7 +109,7 @@ def same_on_every_rank(value: Any) -> Any:
 
 
 def message_of(error: type[BaseException] | tuple[type[BaseException], ...], call: Any) -> str:
-    """Returns the text of the error that `call` must raise."""
+    """Returns the message of the error that `call` must raise."""
     with pytest.raises(error) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"

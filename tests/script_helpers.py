@@ -1,4 +1,4 @@
-"""Loads scripts of the repository that are not part of the package as modules."""
+"""Loads repository scripts that are not part of the package as modules."""
 
 from __future__ import annotations
 

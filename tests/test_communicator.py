@@ -1,4 +1,4 @@
-"""The lifetime of communicators: creation, several at once, subgroups, settings, closing."""
+"""Tests the lifetime of communicators: creation, concurrency, subgroups, settings, closing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_attributes(rank: int, world_size: int) -> None:
         assert c.device == device()
         assert c.group is dist.group.WORLD
         assert c.check() is None
-        same_on_every_rank(c.name)  # compiled graphs hold it
+        same_on_every_rank(c.name)  # compiled graphs contain the name
         assert isinstance(repr(c), str)
         Case().check(c)
 
@@ -108,7 +108,7 @@ def test_names_of_shared_memory_are_removed(rank: int, world_size: int) -> None:
 
 @on(cpu=(2, 3), gpu=(2, 3, 8))
 def test_two_communicators_interleaved(rank: int, world_size: int) -> None:
-    """Incident 11: a communicator must not see the flags or data of a different one."""
+    """Incident 11: a communicator must not see a different communicator's flags or data."""
     a = allnorm.Communicator(device=device())
     b = allnorm.Communicator(device=device(), workspace_bytes=1 << 20)
     draw = random.Random(3)
@@ -157,7 +157,7 @@ def test_default_numerics(rank: int, world_size: int) -> None:
             results[mode], _ = c.all_reduce_add_rms_norm(case.x(rank), **arguments)
             want, _ = case.but(numerics=mode).expected(world_size)
             assert_same_bits(results[mode], want, f"Communicator(numerics={mode!r})")
-            case.but(numerics="transformers").check(c)  # the argument of a call takes precedence
+            case.but(numerics="transformers").check(c)  # a call's argument takes precedence
     assert not torch.equal(results["rounded"], results["vllm"])
 
 
@@ -205,7 +205,7 @@ def test_one_failing_rank_fails_all(rank: int, world_size: int) -> None:
 
 
 def other_build(rank: int) -> Any:
-    """Every rank except the first has loaded a library of a different version."""
+    """Simulates a library of a different version on every rank except the first."""
     info = _native.library(device().type).build_info()
     if rank:
         info["version"] = "9.9.9"
@@ -253,7 +253,7 @@ def shared_memory() -> list[str]:
 
 @on(cpu=(2,), gpu=(2,))
 def test_a_failed_start_leaves_nothing(rank: int, world_size: int) -> None:
-    """If the last steps of creation fail, what earlier steps made is freed."""
+    """If the last steps of creation fail, all memory from earlier steps is freed."""
 
     def fail(*args: object, **named: object) -> None:
         raise OSError("no more of these")
@@ -289,7 +289,7 @@ def with_environment(change: dict[str, str], call: Callable[[], object]) -> obje
             del os.environ[name]
 
 
-# Variables that Kubernetes sets for a service called allnorm, and one of a Dockerfile.
+# Variables that Kubernetes sets for a service named allnorm, and a Dockerfile's variable.
 POD = (
     *("ALLNORM_SERVICE_HOST", "ALLNORM_SERVICE_PORT", "ALLNORM_PORT", "ALLNORM_PORT_80_TCP_PROTO"),
     "ALLNORM_VERSION",

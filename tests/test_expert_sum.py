@@ -1,4 +1,4 @@
-"""Calls whose input is an ExpertSum: compiled calls and refused ones."""
+"""Tests calls whose input is an ExpertSum: compiled calls and refused calls."""
 
 from __future__ import annotations
 

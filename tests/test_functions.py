@@ -1,4 +1,4 @@
-"""The calls as functions, and a group's communicator: created on demand, closed with the group."""
+"""Tests calls as functions, and a group's communicator: made on demand, closed with its group."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_for_group(rank: int, world_size: int) -> None:
 
 @on(cpu=(1, 2), gpu=(2,))
 def test_communicators_end_with_their_groups(rank: int, world_size: int) -> None:
-    """The communicator of a group is closed with it, and a new group has a new one."""
+    """A group's communicator is closed with the group, and a new group gets a new one."""
     kept = []
     for _ in range(2):
         group = dist.new_group(list(range(world_size)))

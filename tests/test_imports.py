@@ -1,4 +1,4 @@
-"""Loaded modules: an engine's process needs only torch, a rank only torch and numpy."""
+"""Tests which modules are loaded: engines need only torch, ranks only torch and numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMPORT_SHARE = 0.020 / 1.2
 
 PRELUDE = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
 
-# A program as pip's entry point starts it; a rank also imports the program that started it.
+# A program like pip's entry point. Ranks also import the program that started them.
 PROGRAM = """\
 import sys
 sys.path.insert(0, {path!r})
@@ -68,7 +68,7 @@ def output_of(
 
 
 def test_an_engine_loads_torch_and_nothing_else() -> None:
-    """Modules that torch does not load must belong to allnorm or the standard library."""
+    """All modules that torch does not load must belong to allnorm or the standard library."""
     done = output_of(
         "import torch; before = set(sys.modules); import allnorm\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"

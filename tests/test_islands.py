@@ -1,4 +1,4 @@
-"""Islands: accepted arguments, grouping by name and by reachability, and sums over islands."""
+"""Tests islands: accepted arguments, grouping by name or reachability, sums over islands."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_islands_are_found_by_name() -> None:
 
 
 def test_islands_by_reach() -> None:
-    """The argument lists unreachable ranks; one failed direction separates two ranks."""
+    """Arguments list unreachable ranks. Failure in one direction separates two ranks."""
     assert islands.split_by_reach([set(), set(), set()]) == ((0, 1, 2),)
     assert islands.split_by_reach([{2, 3}, {2, 3}, {0, 1}, {0, 1}]) == ((0, 1), (2, 3))
     assert islands.split_by_reach([{1, 3}, set(), {1, 3}, {0, 2}]) == ((0, 2), (1, 3))

@@ -1,4 +1,4 @@
-"""The torch operators: schemas, results, fake kernels, opcheck, torch.compile."""
+"""Tests the torch operators: schemas, results, fake kernels, opcheck, torch.compile."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_raw_ops(rank: int, world_size: int) -> None:
         )
         assert out[3].numel() == (960 if normed else 0)
         scale = out[1]
-        if isinstance(spec, allnorm.Fp8PerTensor):  # an operator may not return its input
+        if isinstance(spec, allnorm.Fp8PerTensor):  # an operator must not return its input
             assert scale.numel() == 0
             scale = spec.scale
         case.compare(c, out[0], scale, out[2], out[3] if normed else None)
@@ -208,7 +208,7 @@ def block(c: allnorm.Communicator, static: torch.Tensor) -> Any:
     def run(
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Has sites of every kind, with code before, between and after them."""
+        """Makes calls of every kind, with code before, between and after them."""
         lo, hi = c.row_shard(x.shape[0])
         shard = residual[lo:hi]
         default = c.all_reduce_add_rms_norm_quant(x + 1, residual, weight, 1e-6)
@@ -270,7 +270,7 @@ def test_compile_fullgraph(rank: int, world_size: int, backend: str) -> None:
 
 @on(cpu=(2,), gpu=(2,))
 def test_compiled_graph_after_close(rank: int, world_size: int) -> None:
-    """A compiled graph names its communicator in the error after that was closed."""
+    """A compiled graph's error names its communicator if that communicator was closed."""
     c = allnorm.Communicator(device=device())
     name = c.name
     fast = torch.compile(

@@ -1,7 +1,7 @@
-"""Tracers and compilers must not drop, merge or reorder collective calls, and must accept them.
+"""Tests that tracers and compilers do not drop, merge or reorder collective calls.
 
-Ranks run programs that use results differently, as ranks of a pipeline or sampling ranks do. If one
-of them drops, merges or moves a call, it meets a different call of its peers.
+Each rank's program can use results differently, as with pipeline or sampling ranks. If one rank
+drops, merges or moves a call, it meets a different call from its peers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACKENDS = ["aot_eager", "inductor"]
 
 
 def compile_alone(fn: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
-    """Compiles without caches of earlier runs, and without compiler processes.
+    """Compiles without earlier runs' caches and without compiler processes.
 
     The programs here use matmul instead of additions, because Inductor calls a precompiled matmul,
     while compiling a new kernel takes the C++ compiler seconds.
@@ -51,7 +51,7 @@ def check_in_step(c: allnorm.Communicator, rank: int) -> None:
 
 
 def every_call(c: allnorm.Communicator, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-    """Calls all collective operators, by method and raw; no result depends on a different call."""
+    """Calls all collective operators, by method and raw; no call uses another call's result."""
     lo, hi = c.row_shard(x.shape[0])
     out = [c.all_reduce(x), torch.ops.allnorm.all_reduce(x, c.name)]
     out += c.all_reduce_add_rms_norm(x, None, w, 1e-6)
@@ -64,7 +64,7 @@ def every_call(c: allnorm.Communicator, x: torch.Tensor, w: torch.Tensor) -> lis
 @on(cpu=(2,))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_call_without_use_is_kept(rank: int, world_size: int, backend: str) -> None:
-    """Rank 1 does not use any result."""
+    """Rank 1 uses no results; its compiler must keep the calls."""
     c, (x, w) = comm(), inputs(rank)
 
     def program(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -110,7 +110,7 @@ def test_calls_that_are_alike_stay_two(rank: int, world_size: int, backend: str)
 
 
 def calls_made_by(c: allnorm.Communicator, make: Any) -> Any:
-    """Replaces the function by which the operators make a communicator's calls by `make`."""
+    """Replaces the function through which operators make a communicator's calls with `make`."""
     dispatcher = mock.Mock(call=make)
     return mock.patch.dict(allnorm.core.registry.dispatchers(), {(c.name, False): dispatcher})
 
@@ -176,7 +176,7 @@ def test_export_and_make_fx_keep_calls(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_caches_know_the_shard(rank: int, world_size: int, tmp_path: Any) -> None:
-    """Rank 1 compiles after rank 0 has filled the shared cache; 5 rows are split into 3 and 2."""
+    """Rank 1 compiles after rank 0 has filled the shared cache. 5 rows are split into 3 and 2."""
     c, w = comm(), torch.ones(HIDDEN)
     store = dist.distributed_c10d._get_default_store()
 
@@ -316,7 +316,7 @@ def test_memory_and_algorithm_are_traced(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @on(cpu=(2,))
 def test_results_in_place_by_inductor(rank: int, world_size: int) -> None:
-    """Compiles in-place calls as engines make them: residual and input are overwritten."""
+    """Compiles in-place calls like those of engines: residual and input are overwritten."""
     c, (x, w) = comm(), inputs(rank)
 
     def program(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> Any:
@@ -336,7 +336,7 @@ def test_results_in_place_by_inductor(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_wrong_memory_is_refused_by_tracers(rank: int, world_size: int) -> None:
-    """Wrong arguments are refused while tracing, on every rank, before any call."""
+    """Invalid arguments are refused on every rank while tracing, before any call is made."""
     c, (x, w) = comm(), inputs(rank, 5)
     wrong: dict[str, Callable[[], Any]] = {
         "out has shape": lambda: c.all_reduce(x, out=torch.empty(1, HIDDEN)),

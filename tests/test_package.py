@@ -1,4 +1,4 @@
-"""The public names at the top of the package."""
+"""Tests the package's top-level public names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_misspelled_variables_are_errors(name: str, meant: str) -> None:
 
 
 def test_other_variables_are_ignored_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that Kubernetes sets for a service called allnorm, and variables of images."""
+    """Sets variables as Kubernetes does for a service named allnorm, and images' variables."""
     port = ("PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR", "PORT_80_TCP_PORT", "PORT_80_TCP_PROTO")
     service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "SERVER_SERVICE_HOST")
     others = ("VERSION", "HOME", "IMAGE", "TAG", "COMMIT", "LOG_LEVEL", "BUILD_DIR", "CACHE_DIR")

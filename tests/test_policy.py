@@ -1,4 +1,4 @@
-"""The choice of the algorithm: a pure function, equal on all ranks, with a reason."""
+"""Tests the choice of the algorithm: a pure function, equal on all ranks, with a reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_shape_has_a_plan(backend: str, world_size: int) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", range(3, 9))
 def test_one_shot_for_few_bytes_two_shot_for_many(backend: str, world_size: int) -> None:
-    """There is exactly one crossover over the number of tokens."""
+    """The algorithm changes exactly once as the number of tokens grows."""
     traits = policy.Traits(backend, world_size)
     names = [choose(traits, tokens, 4096).algorithm for tokens in range(1, 2048)]
     assert names[0] == "one_shot"
@@ -66,7 +66,7 @@ def test_without_a_table_the_choice_is_what_was_faster_after_a_gemm_on_h100s(
 
 
 def test_a_pair_with_a_limit_of_blocks_takes_one_shot() -> None:
-    """Tables are measured with full grids, where two_shot is faster for many rows."""
+    """Tables do not apply: they are measured with full grids, where two_shot can be faster."""
     step = policy.Step(None, "two_shot", 40)
     table = policy.Table("measured", {("bfloat16", "norm"): [policy.Curve(4096, (step,))]})
     for backend, world_size, max_blocks, expected in (
@@ -114,7 +114,7 @@ def test_a_row_that_does_not_fit_is_unfused() -> None:
 
 
 def test_a_row_that_the_kernels_do_not_hold_is_unfused() -> None:
-    """GPUs without clusters have such a limit, because one block must hold the whole row."""
+    """GPUs without clusters limit the row size, because one block must hold a whole row."""
     traits = policy.Traits("cuda", 2, max_row_bytes=8 << 10)
     assert choose(traits, 1, 4096).algorithm == "one_shot"
     plan = choose(traits, 1, 4104)
@@ -124,7 +124,7 @@ def test_a_row_that_the_kernels_do_not_hold_is_unfused() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_rows_with_owners_take_two_shot(backend: str) -> None:
-    """For any number of rows, even if one_shot could run; one_shot cannot be requested."""
+    """Rows with owners always use two_shot, even if one_shot could run; one_shot is refused."""
     rows = {"one_shot": 0, "two_shot": 10}
 
     def owned(world_size: int, requested: str = "auto", two_shot: int = 10) -> policy.Plan:
@@ -166,7 +166,7 @@ def test_plan_is_not_collective(rank: int, world_size: int) -> None:
     Case().check(c)
 
 
-# ---- Several islands -----------------------------------------------------------------------------
+# ---- Multiple islands ----------------------------------------------------------------------------
 
 PAIRS = ((0, 1), (2, 3))
 ALONE = ((0,), (1,))
@@ -230,7 +230,7 @@ def test_pieces_of_a_hierarchical_call() -> None:
 @pytest.mark.parametrize(
     ("num_islands", "sum_bytes", "row_bytes", "fewest"),
     [
-        (3, 4, 2, 1 << 17),  # 8 bytes or 4 for each sum
+        (3, 4, 2, 1 << 17),  # 8 or 4 bytes for each sum
         (4, 4, 2, 69906),  # 12 or 4.5
         (3, 4, 4, 196608),  # 8 or 5.33
         (3, 2, 2, 393216),  # islands of one rank: 4 or 2.67

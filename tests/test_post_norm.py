@@ -1,4 +1,4 @@
-"""Post norms, scaled sums, calls without a second norm: compiled calls and refused ones."""
+"""Tests post norms, scaled sums and calls without a second norm: compiled, refused."""
 
 from __future__ import annotations
 

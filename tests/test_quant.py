@@ -1,4 +1,4 @@
-"""Quantization specs: accepted arguments, and the memory layout of scales."""
+"""Tests quantization specs: accepted arguments, and the memory layout of scales."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_static_scale_is_one_float32() -> None:
 
 
 def test_specs_are_values() -> None:
-    """Specs are part of the cache key of prepared calls."""
+    """Specs compare by value, because they are part of the cache key of prepared calls."""
     a, b = allnorm.Fp8PerGroup(64, "column_major"), allnorm.Fp8PerGroup(64, "column_major")
     assert a == b
     assert hash(a) == hash(b)

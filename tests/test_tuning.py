@@ -1,4 +1,4 @@
-"""Tuning tables: valid contents, which table is used, and that results do not depend on it."""
+"""Tests tuning tables: valid contents, which table is used, results that do not depend on it."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ WIDE = Table(
 def test_blocks_per_row_apply_to_rows_of_that_width(
     tokens: int, hidden_size: int, cluster_size: int
 ) -> None:
-    """Wider rows may need more blocks, and narrower ones may leave blocks without work."""
+    """Wider rows can need more blocks, and narrower rows can leave blocks without work."""
     assert choose(tokens, hidden_size, tables=(WIDE,)).cluster_size == cluster_size
 
 
@@ -341,8 +341,8 @@ def test_plans_name_the_mode_of_the_measurement() -> None:
 
 def test_calls_that_a_table_lacks_use_other_tables() -> None:
     assert choose(1, 2048, "bfloat16", "per_group").algorithm == "two_shot"
-    assert choose(1, 2048, "float16", "per_group").algorithm == "two_shot"  # elements as wide
-    assert choose(1, 2048, "bfloat16", "per_token").algorithm == "one_shot"  # as the plain norm
+    assert choose(1, 2048, "float16", "per_group").algorithm == "two_shot"  # same element size
+    assert choose(1, 2048, "bfloat16", "per_token").algorithm == "one_shot"  # like the plain norm
     assert choose(1, 2048, "float32", "norm").source == "default"
     other = Table("seed h200", {("float32", "norm"): [Curve(2048, (Step(None, "two_shot"),))]})
     assert choose(1, 2048, "float32", "norm", tables=(TABLE, other)).source == "seed h200"
@@ -364,7 +364,7 @@ def test_one_width_alone_does_not_decide_for_all() -> None:
 
 
 def test_tables_do_not_admit() -> None:
-    """A table decides what is preferred, not what can run, and does not override the caller."""
+    """A table sets preferences. It neither decides what can run nor overrides the caller."""
     traits = policy.Traits("cuda", 4, tables=(TABLE,))
     none = {"one_shot": 0, "two_shot": 10}
     plan = policy.choose(traits, 1, 2048, 2, none)
@@ -426,7 +426,7 @@ def test_a_communicator_uses_the_table(rank: int, world_size: int, tmp_path: pat
     assert by_shape[3, 64].algorithm == "one_shot"
     assert by_shape[17, 64].algorithm == "unfused"
     assert by_shape[40, 128].algorithm == "two_shot"
-    far = by_shape.pop((5, 4096))  # far from the measured width; shipped tables may have it
+    far = by_shape.pop((5, 4096))  # far from the measured width; a shipped table can have it
     assert not far.source.startswith("tuned")
     for plan in by_shape.values():
         assert plan.source.startswith(f"tuned {tmp_path}")
@@ -438,7 +438,7 @@ def test_a_communicator_uses_the_table(rank: int, world_size: int, tmp_path: pat
 def test_tables_that_differ_are_used_by_no_rank(
     rank: int, world_size: int, tmp_path: pathlib.Path, kind: str
 ) -> None:
-    """Ranks would hang or diverge if each used its own table."""
+    """Differing tables are ignored: if each rank used its own, ranks would hang or diverge."""
     own = tmp_path / str(rank)
     algorithm = "one_shot" if rank == 0 else "two_shot"
     if kind == "different":
@@ -489,7 +489,7 @@ def test_capture_and_replay_choose_alike(
 
 @on(cpu=(2,), gpu=(2, 4))
 def test_any_number_of_blocks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """Tables may limit the blocks of a launch without changing results."""
+    """Checks that a table can limit a launch's blocks without changing results."""
     for num_blocks in (1, 2, 7, 64, 132, 1000):
         if rank == 0:
             table = entry((None, "two_shot"), hidden_size=64)
@@ -504,7 +504,7 @@ def test_any_number_of_blocks(rank: int, world_size: int, tmp_path: pathlib.Path
         torch.distributed.barrier()
 
 
-# On GPUs there are special kernels for launches with fewer blocks than rows.
+# GPUs use special kernels for launches with fewer blocks than rows.
 MANY_ROWS = (
     Case(shape=(301, 2880)),
     Case(shape=(130, 120), dtype=torch.float32, residual=False),
@@ -516,7 +516,7 @@ MANY_ROWS = (
 
 @on(cpu=(2,), gpu=(2, 4))
 def test_any_limit_of_blocks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """The caller may limit blocks too; the smaller limit applies, and results do not change."""
+    """The caller can limit blocks too. The smaller limit applies; results do not change."""
     table = entry((None, "two_shot"), hidden_size=64)
     table["steps"][0]["num_blocks"] = 40
     if rank == 0:
@@ -529,7 +529,7 @@ def test_any_limit_of_blocks(rank: int, world_size: int, tmp_path: pathlib.Path)
             on_gpu = comm.device.type == "cuda"
             asked = comm.plan(8, 64, algorithm="one_shot")
             assert asked.num_blocks == (min(max_blocks, policy.MOST_BLOCKS) if on_gpu else 0)
-            if on_gpu and comm.world_size == 2 and max_blocks <= 64:  # no table counts
+            if on_gpu and comm.world_size == 2 and max_blocks <= 64:  # no table applies
                 assert comm.plan(8, 64).num_blocks == max_blocks
             else:
                 assert comm.plan(8, 64).num_blocks == (min(max_blocks, 40) if on_gpu else 40)

@@ -1,6 +1,6 @@
-"""Fakes of the peer libraries of `bench`, which compute right results by gloo's collectives.
+"""Fakes of bench's peer libraries, which compute correct results with gloo's collectives.
 
-They accept the arguments that the adapters pass, by keyword and position, and record calls.
+They accept the arguments that the adapters pass, by keyword or position, and record the calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _reduce(x: Tensor) -> Tensor:
 
 
 def _module(name: str, **attributes: Any) -> types.ModuleType:
-    """Registers a module and its parent packages."""
+    """Registers a fake module and its parent packages."""
     parent, _, leaf = name.rpartition(".")
     module = sys.modules.setdefault(name, types.ModuleType(name))
     module.__path__ = []
@@ -39,7 +39,7 @@ def _module(name: str, **attributes: Any) -> types.ModuleType:
 
 
 def install(*names: str, **sglang: Any) -> None:
-    """Installs the fakes of these libraries; `sglang` are options of that one."""
+    """Installs the fakes of the named libraries; `sglang` holds options of SGLang's fake."""
     for name in names:
         globals()[f"install_{name}"](**(sglang if name == "sglang" else {}))
 
@@ -195,7 +195,7 @@ class CustomAllReduceV2(Communicator):
         return x.numel() * x.element_size() % 16 == 0
 
     def custom_all_reduce(self, x: Tensor) -> Tensor:
-        x.copy_(_reduce(x))  # as the real one does in CUDA graphs
+        x.copy_(_reduce(x))  # as SGLang does in CUDA graphs
         return x.clone()
 
 
@@ -218,7 +218,7 @@ def all_reduce_residual_norm(
 
 
 def overwriting_norm(x: Tensor, *args: Any, **options: Any) -> Any:
-    """Returns right results for three arms on two buffer sets; then it overwrites its input."""
+    """Returns correct results for three arms on two buffer sets, then overwrites its input."""
     found = all_reduce_residual_norm(x, *args, **options)
     if sum(name == "sglang" for name, _ in calls) > 6:
         x.zero_()

@@ -1,4 +1,4 @@
-"""The error bounds of other arms: they accept correct rounding and reject mistakes."""
+"""Tests the error bounds for other arms: they accept correct rounding and reject mistakes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def case_of(dtype: str, numerics: str = "rounded", weight_bias: float = 0.0) -> 
 
 
 def ring(case: Case, xs: tuple[torch.Tensor, ...] | None = None, eps: float = 1e-5) -> Outcome:
-    """Returns the results of PyTorch's norm after an all-reduce in reverse that rounds each hop."""
+    """Returns PyTorch's norm after an all-reduce in reverse rank order that rounds each hop."""
     batch = case.batches[0]
     xs = batch.xs if xs is None else xs
     total = xs[-1]
@@ -70,7 +70,7 @@ def test_mistakes_fail(dtype: str, mistake: str) -> None:
 
 
 def in_two_steps(case: Case, wrong: str = "") -> Outcome:
-    """Returns PyTorch's results with a post norm or experts, with an optional mistake."""
+    """Returns PyTorch's results with a post norm or experts, and optionally with a mistake."""
     batch, norm = case.batches[0], case.post_norm
     xs = list(batch.xs)
     if case.experts:

@@ -1,4 +1,4 @@
-"""Regressions: matching of rows, and the tolerance between two measurements."""
+"""Tests how regressions are found: matching rows, and the tolerance between measurements."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def of_older_version() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("before", "now", "verdict"),
     [
-        ([row(10.0)], row(10.19), "same"),  # 2 %: the variation between quiet runs
+        ([row(10.0)], row(10.19), "same"),  # 2 % is the variation between quiet runs
         ([row(10.0)], row(10.21), "regressed"),
-        ([row(1.0)], row(1.09), "same"),  # 0.1 us: the variation between quiet runs
+        ([row(1.0)], row(1.09), "same"),  # 0.1 us is the variation between quiet runs
         ([row(1.0)], row(1.11), "regressed"),
         ([row(10.0, spread_us=1.0)], row(10.9), "same"),
         ([row(10.0, spread_us=1.0)], row(11.1), "regressed"),
         ([row(10.0)], row(10.9, spread_us=1.0), "same"),
-        # With several rows: their median, and the distance between the largest and the smallest.
+        # Multiple rows: their median counts, with the spread from smallest to largest as tolerance.
         ([row(9.0), row(10.0), row(11.0)], row(11.9), "same"),
         ([row(9.0), row(10.0), row(11.0)], row(12.1), "regressed"),
         ([row(10.0, spread_us=5.0), row(10.0, spread_us=5.0)], row(11.0), "regressed"),

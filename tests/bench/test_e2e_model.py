@@ -1,4 +1,4 @@
-"""The transformer of `allnorm e2e`: sharding and the key-value cache do not change results."""
+"""Tests the transformer of `allnorm e2e`: shards and the key-value cache keep results equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompts(model: Transformer) -> Tensor:
 
 
 def generate(rank: int, world_size: int, name: str) -> tuple[Tensor, list[Tensor]]:
-    """Returns tokens, and this rank's part of the logits of each step in float32."""
+    """Returns the tokens, and this rank's part of each step's logits in float32."""
     model = e2e_models.find(name)
     made = weights.make(model, rank, world_size, torch.float32, CPU)
     generation = Generation(model, made, prompts(model), TOKENS)
@@ -51,7 +51,7 @@ def test_two_ranks_generate_the_tokens_of_one_rank(name: str) -> None:
 
 
 def plain(model: Transformer, w: Weights, tokens: Tensor) -> Tensor:
-    """Computes the logits of the last token of a sequence by plain code without a cache."""
+    """Computes the logits of a sequence's last token with plain code and no cache."""
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + model.eps) * weight
@@ -142,7 +142,7 @@ def test_shards_are_parts_of_the_same_weights(
 
 
 def test_experts_return_one_row_per_choice() -> None:
-    """Has more experts than choices, so that some experts have no row."""
+    """The model has more experts than choices, so some experts have no row."""
     model = e2e_models.find("tiny-moe", num_layers=1)
     (layer,) = weights.make(model, 0, 1, torch.bfloat16, CPU).layers
     normed = torch.randn(3, model.hidden_size, generator=torch.manual_seed(1)).bfloat16()
@@ -158,7 +158,7 @@ def test_experts_return_one_row_per_choice() -> None:
 
 
 def test_weights_plus_bias_equal_weights_without_a_bias() -> None:
-    """Ensures that an arm that adds the bias beforehand multiplies by the same numbers."""
+    """Checks that an arm that adds the bias in advance multiplies by the same numbers."""
     model = e2e_models.find("tiny-gemma", num_layers=1)
     biased, plain = (
         weights.make(replace(model, weight_bias=bias), 0, 1, torch.bfloat16, CPU)

@@ -1,4 +1,4 @@
-"""Peer libraries at the sites of a model: fakes that use gloo, on CPU ranks."""
+"""Tests peer libraries at a model's sites, with fakes that use gloo on CPU ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_library_computes_the_same_as_the_torch_arm(model: str, arms: tuple[st
         (batch_size, arm) for batch_size in (1, 2) for arm in arms
     ]
     for record in records:
-        # The fakes' all-reduce and norm are those of the torch arm, or bit-identical to them.
+        # The fakes use the torch arm's all-reduce and norm, or bit-identical ones.
         assert record["finite"]
         assert record["logits_max_diff"] == 0, record["arm"]
         assert record["tokens_equal_torch"] == record["num_tokens"]
@@ -63,7 +63,7 @@ def test_a_library_computes_the_same_as_the_torch_arm(model: str, arms: tuple[st
 
 
 def test_nccl_replaces_a_library_that_lacks_a_kernel() -> None:
-    """SGLang supports bfloat16 only."""
+    """Runs SGLang with a dtype other than bfloat16, the only one that it supports."""
     records, missing, calls = run_ranks(with_fakes, 2, args=(job("sglang", dtype="float32"),))[0]
     assert missing == {}
     assert [record["arm"] for record in records] == ["sglang", "sglang"]

@@ -1,4 +1,4 @@
-"""The wire floor: bytes that the protocol sends, and their time."""
+"""Tests the wire floor: the bytes that the protocol sends, and the time they take."""
 
 from __future__ import annotations
 

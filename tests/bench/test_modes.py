@@ -1,4 +1,4 @@
-"""Modes and the names of their arms."""
+"""Tests the modes of `bench` and the names of their arms."""
 
 from __future__ import annotations
 

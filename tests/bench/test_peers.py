@@ -1,4 +1,4 @@
-"""Peer libraries as arms: the calls that they receive, and missing or failing libraries."""
+"""Tests peer libraries as arms: the calls they receive, and missing or failing libraries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def on_cpu(
     installed: Iterable[str] = (),
     sglang: Mapping[str, Any] = MappingProxyType({}),
 ) -> Ran:
-    """Runs the benchmark with fakes of peers that support only GPUs."""
+    """Runs the benchmark on CPU ranks with fakes of peers that normally need a GPU."""
     fake_peers.install(*installed, **sglang)
     bench_modes.peer_names = lambda device, mode: [] if mode.residual_sharded else [*peers.REGISTRY]
     for peer in peers.REGISTRY.values():
@@ -57,7 +57,7 @@ def run(what: ranks_bench.Job, installed: Iterable[str] = ENGINES, **sglang: Any
 
 
 def result(ranks: list[Ran]) -> Ran:
-    """Returns rank 0's result; the records must be equal on all ranks except their times."""
+    """Returns rank 0's result; all ranks' records must be equal except for times."""
     plain = [
         [{k: v for k, v in record.items() if not k.endswith("_us")} for record in records]
         for records, _ in ranks
@@ -171,7 +171,7 @@ def test_overwritten_inputs_end_the_benchmark() -> None:
 
 
 class Failing(Peer):
-    """A peer that fails on rank 1 only, in the step that `where` names."""
+    """A peer that fails on rank 1 only, in the step named by `where`."""
 
     name = "failing"
     device_type = "cpu"
@@ -252,7 +252,7 @@ def test_an_exception_is_formatted_in_one_line() -> None:
 
 
 class InPlace(Peer):
-    """A peer whose reduction works in place."""
+    """A fake peer that reduces in place."""
 
     name = "in_place"
     device_type = "cpu"
@@ -278,7 +278,7 @@ def test_a_peer_that_overwrites_its_inputs_gets_copies() -> None:
     setting = Setting(1, 2, cpu, torch.float32, None, (case.shape,))  # type: ignore[arg-type]
     peer = InPlace(setting)
     (reduction,) = peers.Peers([], cpu, torch.float32, ())._reductions(peer, case)
-    assert torch.equal(reduction.call(0), first + 1)  # it starts from the inputs of the other arms
+    assert torch.equal(reduction.call(0), first + 1)  # it gets a copy of the other arms' inputs
     assert case.checksums() == made
     with reduction.capturing():
         assert peer.captures == 1

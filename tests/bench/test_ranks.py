@@ -1,4 +1,4 @@
-"""The code in the ranks: every arm of every mode is right, and wrong results are detected."""
+"""Tests the benchmark's code in ranks: all arms are right, and wrong results are detected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def odd_case(rank: int = 0) -> Case:
 
 
 def idle(name: str, **changes: Any) -> arms.Arm:
-    """Returns an arm that does nothing, except for the changes."""
+    """Returns an arm that does nothing, with the given changes."""
     arm = arms.Arm(name, lambda index: None, lambda result: result)
     return dataclasses.replace(arm, **changes)
 
@@ -111,7 +111,7 @@ def test_rows_that_no_group_divides_run_without_quantization_only() -> None:
 
 
 def test_the_time_of_a_gemm_is_subtracted_and_inputs_are_restored() -> None:
-    modes = Mode(), Mode("per_token")  # the second is checked after the first was timed
+    modes = Mode(), Mode("per_token")  # the second mode is checked after the first was timed
     arms = "allnorm", "gloo+local"
     what = job(*modes, shapes=(Shape(8, 512),), arms=arms, products=(512, 0))
     ranks = run(what)
@@ -143,7 +143,7 @@ def samples_of_ranks(rank: int, world_size: int) -> clock.Samples:
 
 
 def test_time_that_a_rank_waits_for_peers_does_not_count() -> None:
-    """Per replay, the shortest of the ranks' times counts if they wait, otherwise the longest."""
+    """For each replay, the ranks' shortest time counts if they wait, otherwise the longest."""
     expected = {"waits": [21.0, 20.0], "alone": [6.0, 7.0]}
     assert run_ranks(samples_of_ranks, 2) == [expected, expected]
 
@@ -176,7 +176,7 @@ def test_samples_in_excess_of_a_gemm() -> None:
 
 
 class Wrong(allnorm.Communicator):
-    """Returns a normed row with one wrong bit on one rank."""
+    """A communicator that returns a normed row with one wrong bit on one rank."""
 
     def all_reduce_add_rms_norm(self, *arguments: Any, **options: Any) -> Any:
         normed, residual = super().all_reduce_add_rms_norm(*arguments, **options)
@@ -223,7 +223,7 @@ def test_missing_and_wrong_parts_of_a_result_are_named() -> None:
 
 
 class Event:
-    """A fake CUDA event: the first graph takes 2 us per replay, the second one fails."""
+    """A fake CUDA event: the first graph takes 2 us per replay, the second graph fails."""
 
     now_ms = 0.0
 

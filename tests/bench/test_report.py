@@ -1,4 +1,4 @@
-"""Conversion of the ranks' records to measurements, rows, tables and the headline."""
+"""Tests how the ranks' records become measurements, rows, tables and the headline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_speed_up_is_over_the_fastest_other_arm() -> None:
     assert bench_report.speed_up(found, ["gloo+torch", "gloo+local"]) == 10.0
     assert bench_report.speed_up(found, ["gloo+torch"]) == 20.0
     assert math.isnan(bench_report.speed_up(found, ["vllm"]))
-    for us in (0.0, -0.5):  # noise may leave no time in excess of the empty kernel
+    for us in (0.0, -0.5):  # noise can make a call as fast as the empty kernel
         own = after_gemm("allnorm", us, floor_us=1.0)
         assert math.isnan(own.floor_share)
         pair = {"allnorm": own, "nccl+torch": after_gemm("nccl+torch", 4.0)}
@@ -109,7 +109,7 @@ def test_a_narrow_table_omits_p99() -> None:
 
 
 def test_the_floor_and_its_share_of_the_time() -> None:
-    # 16 x 4096 x 2 bytes in each direction between two ranks, at 350 GB/s
+    # 16 x 4096 x 2 bytes in each direction between two ranks, at 350 GB/s each
     sixteen = two_ranks()[3]
     assert sixteen.floor_us == pytest.approx(16 * 4096 * 2 / 350e3)
     assert sixteen.floor_share == pytest.approx(sixteen.floor_us / 9.0)

@@ -1,4 +1,4 @@
-"""The latency benchmarks of engines, without an engine: clock, settings and weights."""
+"""Tests the engines' latency benchmarks without an engine: clock, settings and weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.path.remove(str(ENGINES))
 
 
 class Engine:
-    """An engine with prefills of 20 and 60 ms in turn, and tokens of 2 ms, which it may report."""
+    """A fake engine: prefills alternate between 20 and 60 ms; a token takes 2 ms."""
 
     def __init__(self, tells: bool) -> None:
         self._made, self._tells, self._calls = latency.Generation, tells, 0
@@ -46,7 +46,7 @@ def test_prefills_do_not_affect_times_that_the_engine_reports() -> None:
 def test_the_time_to_the_first_token_is_subtracted_otherwise() -> None:
     row = latency.latency(Engine(tells=False), [[1, 2], [3]], 64, 5)
     assert row["decode_ms"] is None
-    # One token takes 60 ms every time; 64 tokens take 20 + 126 ms.
+    # Requests for one token always take 60 ms, requests for 64 tokens 20 + 126 ms.
     assert row["ttft_ms"] == 60.0
     assert row["tpot_ms"] == pytest.approx((146 - 60) / 63, abs=1e-4)
 
@@ -130,7 +130,7 @@ def test_fp8_is_an_override_of_the_configuration() -> None:
 
 
 class Linear(torch.nn.Module):
-    """An FP8 layer as vLLM leaves it after loading: a transposed view, and various scales."""
+    """An FP8 layer as vLLM has it after loading: a transposed view, and various scales."""
 
     def __init__(self, *, block: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The pictures of README and site: they equal what the script draws from the stored rows."""
+"""Checks that the pictures of README and site equal those drawn from the stored rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pictures() -> ModuleType:
 
 
 def test_pictures_are_up_to_date(pictures: ModuleType, tmp_path: pathlib.Path) -> None:
-    """Run `make pictures` after a change of rows or of the script."""
+    """If this fails, run `make pictures`: the rows or the script have changed."""
     assert PINNED
     drawn = {path.name: path.read_bytes() for path in pictures.draw(tmp_path)}
     assert drawn.keys() == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
@@ -33,7 +33,7 @@ def test_pictures_are_up_to_date(pictures: ModuleType, tmp_path: pathlib.Path) -
 
 
 def test_charts_show_every_library(pictures: ModuleType) -> None:
-    """project/test_figures.py compares the times of a chart with the table on its page."""
+    """Charts must name every library. project/test_figures.py checks their times."""
     for chart in pictures.CHARTS.values():
         rows = pictures.chart_rows(chart)
         assert rows.keys() == pictures.LIBRARIES.keys()

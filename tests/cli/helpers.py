@@ -1,4 +1,4 @@
-"""Runs the command as a user types it, in a separate process."""
+"""Helpers that run the command as a user types it, in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from limits import HANG_SECONDS
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # The tables must not be folded to the terminal in which the tests run.
+    # Tables must not be wrapped to the width of the terminal that runs the tests.
     environ = {**os.environ, "COLUMNS": "180", **environment}
     return subprocess.run(
         # -P: import the package under test, not a checkout in the working directory.
@@ -28,7 +28,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def unwrapped(text: str) -> str:
-    """Returns the output of a command as one line, without the boxes that rich draws.
+    """Returns a command's output as one line, without the boxes that rich draws.
 
     Line breaks depend on the length of paths in the output.
     """

@@ -1,4 +1,4 @@
-"""The picture and the HTML page: they have the expected content, and the page is self-contained."""
+"""Tests the contents of bench's picture and HTML page, and that the page is self-contained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOID = {"meta"}
 
 
 def samples() -> list[Measurement]:
-    """Returns two modes and hidden sizes, with a missing peer and a wrong arm."""
+    """Returns measurements of two modes and hidden sizes, with a missing peer and a wrong arm."""
     wide = [measurement(arm, 20.0, shape=Shape(4, 8192)) for arm in ("allnorm", "vllm")]
     quant = Mode("per_group:128")
     return [
@@ -61,7 +61,7 @@ def test_a_panel_shows_every_arm_and_the_floor() -> None:
     text = bench_plot.svg(samples(), Panel(2, Mode(), 4096))
     for word in ("allnorm", "gloo+torch", "gloo+local", "wire floor", "tokens", "us per call"):
         assert f">{word}" in text
-    assert "sglang" not in text  # it did not run
+    assert "sglang" not in text  # SGLang did not run
     assert "currentColor" in text
     quantized = bench_plot.svg(samples(), Panel(2, Mode("per_group:128"), 4096))
     assert "per_group:128" in quantized

@@ -84,7 +84,7 @@ def test_bench_quantized_and_sharded_with_pictures_and_a_comparison(tmp_path: Pa
     ]
     assert all(row["correct"] for row in found)
     assert found[2]["quant_cost_us"] is not None
-    assert "wire floor" not in html.read_text()  # the link of this machine is unknown
+    assert "wire floor" not in html.read_text()  # this machine's link rate is unknown
     assert plot.stat().st_size > 1000
     again = command(*common, "--arms", "allnorm", "--compare", str(rows_file))
     assert "1 of 1 rows are in rows.jsonl" in again.stdout, again.stdout + again.stderr
@@ -108,7 +108,7 @@ def test_a_regression_fails_the_command(
 
 def test_bench_rejects_a_missing_file_to_compare_with_before_it_measures(tmp_path: Path) -> None:
     arguments = ("bench", "--device", "cpu", "--compare", str(tmp_path / "none.jsonl"))
-    # Wide enough for the path of a temporary folder in one line.
+    # Wide enough for a temporary folder's path on one line.
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
     assert done.exit_code == 2
     assert "none.jsonl" in unwrapped(done.output)
@@ -201,7 +201,7 @@ def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: st
 def test_a_long_path_does_not_hide_the_message(tmp_path: Path) -> None:
     folder = tmp_path.joinpath(*["a-folder-with-a-long-name"] * 4)
     folder.mkdir(parents=True)
-    for length in range(40):  # so that the message is wrapped at every word
+    for length in range(40):  # so that each word is a line break once
         file = folder / ("x" * length + ".txt")
         file.write_text("")
         done = CliRunner().invoke(app, ("bench", "--json", str(file / "rows.jsonl")))
@@ -237,7 +237,7 @@ def test_help_has_an_example_whose_options_exist() -> None:
 def test_results_are_kept_if_the_file_becomes_unwritable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the folder becomes a file during the run, rows go to a different file; exit code 1."""
+    """If the folder becomes a file during the run, rows go elsewhere, and the exit code is 1."""
     folder = tmp_path / "results"
     folder.mkdir()
     path = folder / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""The warning of `allnorm doctor` about kernels that were compiled for an older GPU."""
+"""Tests the warning of `allnorm doctor` about kernels compiled for an older GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`allnorm e2e` on CPU ranks: it passes, its rows are complete, and a wrong call makes it fail."""
+"""Tests `allnorm e2e` on CPU ranks: it passes with complete rows, and fails for wrong results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def invoke(*arguments: str) -> Result:
 
 
 def run(folder: Path, *arguments: str, exit_code: int = 0) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the output of the command and the rows that it wrote."""
+    """Returns the command's output and the rows that it wrote."""
     path = folder / "rows.jsonl"
     done = invoke(*arguments, "--json", str(path))
     assert done.exit_code == exit_code, done.output
@@ -79,7 +79,7 @@ def test_post_norms_and_experts_give_equal_tokens(model: str, tmp_path: Path) ->
     _, found = run(tmp_path, "--model", model, "--tp", "2", "--batch", "1,3")
     assert [row["arm"] for row in found] == ARMS * 2
     for row in found:
-        # With two ranks the order of sums does not matter, and all arms have equal weights.
+        # With two ranks the summation order does not matter, and all arms have equal weights.
         assert row["logits_max_diff"] == 0, row["arm"]
         assert row["steps_equal_unfused"] == row["steps_checked"] == 4
         assert row["tokens_equal_torch"] == row["num_tokens"]
@@ -180,7 +180,7 @@ def test_the_slowest_rank_and_the_worst_result_count() -> None:
 
 
 def test_published_dimensions() -> None:
-    """Compares the number of parameters in billions, with separate embedding and head."""
+    """Compares parameter counts in billions, with separate embedding and head."""
     expected = {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "qwen3-32b": 32.8}
     expected |= {"qwen3-30b-a3b": 30.5, "gemma-3-27b": 27.0 + 262208 * 5376 / 1e9}
     for name, billions in expected.items():

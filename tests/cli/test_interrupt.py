@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command with one line and code 130."""
+"""Tests that Ctrl-C ends a command with a one-line message and exit code 130."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMAND = (sys.executable, "-c", "import allnorm_command as c; c.main()")
 LONG = ("bench", "--device", "cpu", "--tp", "2", "--shapes", "1x64,8x64,64x4096,512x4096")
 
 
-# While torch is imported, while ranks start, and while they measure.
+# Seconds until Ctrl-C: while torch is imported, while ranks start, and while they measure.
 @pytest.mark.parametrize("after", [0.5, 1.0, 2.0, 3.0, 4.5, 6.0])
 def test_ctrl_c_at_any_moment(after: float) -> None:
     process = subprocess.Popen(
@@ -23,7 +23,7 @@ def test_ctrl_c_at_any_moment(after: float) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a terminal sends the signal to all processes of a command
+        start_new_session=True,  # a terminal sends the signal to all of a command's processes
     )
     time.sleep(after)
     if process.poll() is None:

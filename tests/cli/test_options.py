@@ -1,4 +1,4 @@
-"""Parsing of options: accepted and rejected values."""
+"""Tests the parsing of options: accepted and rejected values."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_more_ranks_than_cores_give_a_warning(monkeypatch: pytest.MonkeyPatch) -
 def test_too_little_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "available_memory_bytes", lambda _: 8 << 30)
     options.check_memory(4 << 30, 2, "cpu", "")
-    options.check_memory(8 << 30, 4, "cuda", "")  # each GPU has its own
+    options.check_memory(8 << 30, 4, "cuda", "")  # each GPU has its own memory
     with pytest.raises(ValueError, match=r"about 12\.0 GiB .* 3 ranks together.*8\.0 GiB.*Less\."):
         options.check_memory(4 << 30, 3, "cpu", "Less.")
     monkeypatch.setattr(topology, "available_memory_bytes", lambda _: None)

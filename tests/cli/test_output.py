@@ -1,4 +1,4 @@
-"""The output of commands: tables fit the console, files can be written."""
+"""Tests the commands' output: tables fit the console, and files are writable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines(table: object, width: int) -> list[str]:
 
 @pytest.mark.parametrize("width", range(20, 121, 5))
 def test_shown_figures_are_complete(width: int) -> None:
-    """At any width every shown figure is complete, and the verdict is shown."""
+    """At any width, no shown figure is cut off, and the verdict is shown."""
     table = output.FittedTable("us", COLUMNS, ROWS, words=("why",), optional=("other\nway",))
     shown, dropped = table.fitting(Console(), width)
     assert sorted([*shown, *dropped]) == list(range(len(COLUMNS)))

@@ -1,4 +1,4 @@
-"""`allnorm trace` of unmodified programs."""
+"""Tests `allnorm trace` on unmodified programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ dist.destroy_process_group()
 sys.exit(int(sys.argv[1]))
 """
 
-# `abort` takes the place of a destructor that aborts.
+# `abort` simulates a destructor that aborts.
 ABORTS_AT_EXIT = """
 import ctypes
 import sys
@@ -90,7 +90,7 @@ def test_a_rank_ends_before_static_destructors(
 def test_fails_without_a_rank(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import torch")
-    result = run("--", str(program))  # a Python file runs with this Python
+    result = run("--", str(program))  # a Python file is run by the current interpreter
     assert result.exit_code == 1
     assert "no rank was traced" in unwrapped(result.output)
 

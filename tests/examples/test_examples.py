@@ -33,7 +33,7 @@ RANKS = {
 NEED_GPUS = {"dependent_product"}
 ENVIRONMENT = {
     **os.environ,
-    # The tested package, installed or from the tree.
+    # The package under test, installed or from the tree.
     "PYTHONPATH": str(pathlib.Path(allnorm.__file__).parent.parent),
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -66,16 +66,16 @@ def test_program_is_right(name: str, tmp_path: pathlib.Path) -> None:
     assert re.fullmatch(rf"OK: .*\b{RANKS[name]} ranks on cpu.*\n", run.stdout, re.IGNORECASE)
 
 
-@pytest.mark.parametrize("name", sorted(RANKS.keys() - {"two_hosts"}))  # it needs two ranks
+@pytest.mark.parametrize("name", sorted(RANKS.keys() - {"two_hosts"}))  # two_hosts needs two ranks
 def test_program_finds_a_wrong_result(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """Runs it as a single rank in this process."""
+    """Runs the program as a single rank in this process, with a wrong result."""
     right = Communicator.all_reduce_add_rms_norm
 
     def wrong(*args: object, **kwargs: object) -> object:
         results = right(*args, **kwargs)
-        if not torch.compiler.is_compiling():  # otherwise torch_compile is wrong on both sides
+        if not torch.compiler.is_compiling():  # otherwise torch_compile has two wrong results
             results[0][0, 0] += 1
         return results
 
@@ -106,7 +106,7 @@ for number, source in enumerate(json.load(sys.stdin)):
 
 
 def test_notebook_prints_what_it_stores(tmp_path: pathlib.Path) -> None:
-    """Compares the outputs of all cells; of cells that measure times, without the numbers."""
+    """Compares the outputs of all cells; ignores numbers in cells that measure times."""
     file = EXAMPLES / "tour.ipynb"
     assert file.stat().st_size < 40_000
     cells = [c for c in json.loads(file.read_text())["cells"] if c["cell_type"] == "code"]

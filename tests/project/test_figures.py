@@ -1,4 +1,4 @@
-"""Compares every measured figure of the pages with the stored rows that the page cites."""
+"""Checks every measured figure in the docs against the stored rows that its page cites."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Section(NamedTuple):
     text: str
 
     def rows(self) -> list[Row]:
-        """Returns the rows of the files and commits named in the text."""
+        """Returns the stored rows of the files and commits that the text names."""
         files = set(re.findall(r"([\w-]+\.jsonl)", self.text)) - {"bench.jsonl"}
         commits = tuple(re.findall(r"commit ([0-9a-f]{7})", self.text))
         stored = [
@@ -36,7 +36,7 @@ class Section(NamedTuple):
         return [row for row in stored if str(row.get("commit")).startswith(commits)]
 
     def tables(self) -> Iterator[list[list[str]]]:
-        """Returns the cells of each table, its heading first."""
+        """Returns the cells of each table, starting with the header row."""
         for block in re.findall(r"(?:^\|.*\n)+", self.text, re.MULTILINE):
             lines = [line.strip().strip("|").split("|") for line in block.splitlines()]
             yield [[cell.strip(" *") for cell in line] for line in [lines[0], *lines[2:]]]
@@ -57,7 +57,7 @@ def rounds_to(value: float | None, text: str) -> bool:
     if value is None or not math.isfinite(value):
         return False
     digits = len(text.partition(".")[2])
-    # A value halfway between two numbers may be printed as either.
+    # A value halfway between two numbers can be printed as either number.
     return abs(value - float(text)) <= 0.5 * 10**-digits * (1 + 1e-9) + 1e-9
 
 
@@ -70,7 +70,7 @@ def label_of(row: Row) -> str:
 
 
 def values(rows: list[Row]) -> list[float]:
-    """Returns the values that a cell about these rows may have."""
+    """Returns the values that a cell about the given rows can have."""
     return [row[field] for row in rows for field in FIELDS if row.get(field) is not None]
 
 
@@ -107,7 +107,7 @@ def test_each_cell_is_in_a_row_of_its_shape(section: Section) -> None:
 
 @pytest.mark.parametrize(("start", "name"), [("Two GPUs", "h200x2"), ("Four GPUs", "h200x4")])
 def test_columns_of_libraries(start: str, name: str) -> None:
-    """Compares the columns of libraries with the rows of the picture above the table."""
+    """Compares the libraries' columns with the rows of the picture above the table."""
     pictures = script("benchmarks/pictures.py")
     (table,) = by_heading(start).tables()
     heading, *lines = table
@@ -176,8 +176,8 @@ def test_times_in_sentences_are_in_rows(section: Section) -> None:
             assert any(rounds_to(value, number) for value in known), f"{section.heading}: {number}"
 
 
-# Per page: the rows of each group of lines of its table, whose last one is with allnorm. In rows of
-# two arms, "default" is the engine without its own fusion.
+# For each page, the stored rows and arms of each group of table lines; a group's last line is with
+# allnorm. In rows of two arms, "default" is the engine without its own fusion.
 GUIDES = {
     "vllm.md": (
         ("h200x2-vllm-8b-installed.jsonl", "f0f02a6", ("default", "unfused")),
@@ -193,7 +193,7 @@ GUIDES = {
 
 
 def engine_times(file: str, commit: str) -> dict[str, dict[int, float]]:
-    """Returns the milliseconds per output token by arm and batch."""
+    """Returns the milliseconds per output token, keyed by arm and batch size."""
     pictures = script("benchmarks/pictures.py")
     return pictures.engine_times(pictures.Source(file, commit))
 

@@ -1,4 +1,4 @@
-"""Rules about sources that linters do not check. Rules about imports are in pyproject.toml."""
+"""Checks source rules that linters do not check. Import rules are in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "allnorm"
 CSRC = ROOT / "csrc"
 
-# A pattern, and the only file of the package in which it may occur.
+# Maps a pattern to the only file of the package in which it may occur.
 ONE_HOME = {
     r"\bCUDAGraph\(\)|capture_error_mode": "testing/timing.py",
     r"torch\.cuda\.Event\(": "testing/timing.py",
     r"""(["'])ALLNORM_[A-Z_]+\1""": "config.py",
 }
 
-# The folders of csrc, and the folders whose headers each may include. "" is csrc itself: the C ABI.
+# Maps each folder of csrc to the folders whose headers it may include. "" is csrc: the C ABI.
 CSRC_ALLOWED = {
     "": set(),
     "protocol": {"protocol"},
@@ -35,18 +35,18 @@ CSRC_ALLOWED = {
 # Orthogonal parts of the kernels: a header of one kind must not include a header of another kind.
 CSRC_KINDS = {"sources", "transports", "formats", "epilogue"}
 
-# Headers of a GPU vendor. The include path selects the folder: that of a vendor, or the fibers of
+# GPU vendor headers. The include path selects their folder: a vendor's, or the fibers in
 # csrc/tests/shim.
 CSRC_LEAF = {path.name for path in (CSRC / "gpu" / "cuda").iterdir()}
 
-# Third-party headers, and the files that may include them.
+# Maps third-party headers to the files that may include them.
 CSRC_FOREIGN = {
     r"(torch|ATen|c10|pybind11)/": r"(?!)",
     r"Python\.h": r"python/ref\.h",
     r"cuda": r"gpu/cuda/|tests/fake_cuda/|protocol/numerics\.h",
 }
 
-# A pattern, and the files of csrc in which it may occur.
+# Maps a pattern to the files of csrc in which it may occur.
 CSRC_CONFINED = {
     r"\basm\b|__asm__": {"gpu/cuda/memory.cuh", "cpu/memory.h"},
     r"<<<|\bcudaLaunch\w+": {
@@ -54,7 +54,7 @@ CSRC_CONFINED = {
         *("tests/fake_cuda/fake.cpp", "tests/fake_cuda/streams.cpp"),
     },
     r"\bgetenv\b": set(),  # only config.py reads the environment
-    # They count references as the headers' version of CPython does, not as the one that runs.
+    # These count references like the CPython of the headers, not like the running one.
     r"\bPy_(X?INCREF|X?DECREF|X?NewRef|CLEAR|RETURN_\w+)\b": set(),
 }
 

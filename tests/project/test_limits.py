@@ -1,4 +1,4 @@
-"""Time limits of tests only guard against hangs, so tests pass on ten times slower machines."""
+"""Checks that tests' time limits only guard against hangs, and so suit slow machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _starts_processes(function: ast.expr) -> bool:
 
 
 def short_limits(source: str) -> list[str]:
-    """Returns the calls that wait for processes for less than HANG_SECONDS."""
+    """Returns the calls that wait less than HANG_SECONDS for processes."""
     return [
         f"line {node.lineno}: {ast.unparse(node)[:60]}"
         for node in ast.walk(ast.parse(source))

@@ -1,4 +1,4 @@
-"""The installed package: tag and contents of the wheel, imports and exports of its libraries."""
+"""Tests the installed package: the wheel's tag and contents, its libraries' symbols."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import allnorm
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIBRARIES = pathlib.Path(allnorm.__file__).parent / "lib"
 
-# Libraries of every Linux. libstdc++ and libcudart are missing, because they are linked statically.
+# Libraries that every Linux has. libstdc++ and libcudart are not listed: they are static.
 SYSTEM_LIBRARIES = re.compile(
     r"(libc|libm|libdl|librt|libpthread|libgcc_s|ld-linux-[\w-]+)\.so\.\d+"
 )
@@ -85,7 +85,7 @@ def test_undefined_symbols_are_in_the_system_or_python(library: pathlib.Path) ->
     names = [line.split()[-1] for line in undefined]
     of_python = {name for name in names if re.match(r"_?Py", name)}
     assert bool(of_python) == ("python" in library.name)
-    # Undefined symbols must be versioned ones of libc, or weak ones, which may be missing.
+    # Undefined symbols must be versioned libc symbols, or weak symbols, which can be missing.
     strong = {n for n, line in zip(names, undefined, strict=True) if line.split()[-2] == "U"}
     assert [name for name in strong - of_python if "@" not in name] == []
 
@@ -93,7 +93,7 @@ def test_undefined_symbols_are_in_the_system_or_python(library: pathlib.Path) ->
 def test_needs_no_newer_glibc_than_its_tag_says(
     library: pathlib.Path, distribution: importlib.metadata.Distribution
 ) -> None:
-    """Checks a wheel for other machines."""
+    """Checks a wheel that is meant for other machines."""
     wheel = email.message_from_string(distribution.read_text("WHEEL") or "")
     promised = re.search(r"manylinux_(\d+)_(\d+)", wheel["Tag"])
     if promised is None:
@@ -120,7 +120,7 @@ def test_wheel_contents(distribution: importlib.metadata.Distribution) -> None:
     assert "allnorm/py.typed" in files
     assert any(name.endswith("licenses/LICENSE") for name in files)
     assert "allnorm/cli/bench_page.html.j2" in files
-    # Python files, libraries, tuning tables and a template; no headers, sources or archives.
+    # A wheel has Python files, libraries, tuning tables and a template, but no headers or sources.
     assert [f for f in files if f.startswith("allnorm/") and not is_shipped(f)] == []
 
 

@@ -1,4 +1,4 @@
-"""Checks the README: length, figures from stored rows, links; and words of all pages."""
+"""Checks the README's length, figures and links, and the spelling on all pages."""
 
 from __future__ import annotations
 
@@ -121,12 +121,12 @@ DOCS = [
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_guides_are_short(guide: str) -> None:
-    """Details are in docs/reference."""
+    """Guides must be short; details belong in docs/reference."""
     words = (ROOT / "docs" / f"{guide}.md").read_text().split()
     assert len([word for word in words if re.search("[A-Za-z0-9]", word)]) <= 800
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_spelling_is_american(page: pathlib.Path) -> None:
-    code = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)  # names of files and variables
+    code = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)  # file and variable names are exempt
     assert BRITISH.findall(code.sub("", page.read_text())) == []

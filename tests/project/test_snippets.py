@@ -3,13 +3,13 @@
 Fenced blocks, by language:
 
 - python: a whole program (one that creates a process group) runs on two CPU ranks, and must print
-  the console block that follows it. The other blocks of a page run in order, with the names of
-  `setting`. Blocks that need more are counted in `NOT_RUN`; the names in them must exist.
-- pycon: the shown value must be a valid one.
+  the console block after it. A page's other blocks run in order, with the names from `setting`.
+  Blocks that need more are counted in `NOT_RUN`; the names in them must exist.
+- pycon: the value shown must be valid.
 - bash, console (commands after "$ "): commands, options, files, targets and extras must exist.
 - json, yaml: must parse.  text: not checked.
 
-Commands, files and variables in the running text are checked too.
+Commands, files and variables in running text are checked too.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Block(NamedTuple):
 
 
 def pages() -> dict[str, str]:
-    """Returns the texts that users read, by path."""
+    """Returns the text of the pages that users read, keyed by path."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
-    dated = "docs/engineering-log/"  # true when it was written
+    dated = "docs/engineering-log/"  # dated entries, which were true when written
     return {k: v for k, v in found.items() if k not in GENERATED and not k.startswith(dated)}
 
 
@@ -114,7 +114,7 @@ def test_every_block_has_a_language() -> None:
 
 
 def test_code_is_fenced() -> None:
-    """These tests do not check indented blocks, so there must be none."""
+    """Pages must not have indented code blocks, because these tests do not check them."""
     assert {page: lines for page, (_, _, lines) in PARSED.items() if lines} == {}
 
 
@@ -126,7 +126,7 @@ def is_program(block: Block) -> bool:
 
 
 def setting() -> dict[str, Any]:
-    """Returns the names that blocks may use: a communicator and the tensors of a call."""
+    """Returns the names that blocks can use: a communicator and a call's tensors."""
     communicator = comm()
     make = {"dtype": torch.bfloat16, "device": communicator.device}
     return {
@@ -166,7 +166,7 @@ def bound_names(tree: ast.AST) -> set[str]:
 
 
 def fragments(page: str) -> tuple[list[Block], list[Block]]:
-    """Returns the Python blocks of a page that are not programs: those that run, and the rest."""
+    """Splits a page's Python blocks that are not programs into those that run, and the rest."""
     run, rest, known = [], [], set(SETTING)
     for block in PARSED[page][0]:
         if block.language != "python" or is_program(block):
@@ -204,7 +204,7 @@ def programs() -> list[Any]:
 
 
 def shown_after(block: Block) -> list[str]:
-    """Returns the output of a program on its page: that of torchrun in the block after it."""
+    """Returns a program's output as shown on its page, in the torchrun block after it."""
     here = PARSED[block.page][0]
     after = here[here.index(block) + 1 :][:1]
     if not after or after[0].language != "console" or "example.py" not in after[0].text:
@@ -221,14 +221,14 @@ def test_output_is_compared() -> None:
 def test_programs_run(block: Block, tmp_path: pathlib.Path) -> None:
     (tmp_path / "example.py").write_text(block.text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # A file per rank, because lines on one terminal may be interleaved.
+    # One file per rank, because ranks' lines on one terminal could be interleaved.
     torchrun += ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
     result = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", "example.py"],
         cwd=tmp_path,
         env={
             **os.environ,
-            # Use the tested package, installed or from the tree, and no GPU.
+            # Use the package under test, installed or from the tree, and no GPU.
             "PYTHONPATH": str(pathlib.Path(allnorm.__file__).parent.parent),
             "CUDA_VISIBLE_DEVICES": "",
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
@@ -254,7 +254,7 @@ def test_names_exist(block: Block) -> None:
 
 
 def check_python(text: str) -> None:
-    """Raises if the text is not valid Python, or allnorm lacks a name or parameter in it."""
+    """Raises if the text is not valid Python or uses a name or parameter that allnorm lacks."""
     tree = ast.parse(text)
     known: dict[str, Any] = {"allnorm": allnorm, "comm": allnorm.Communicator}
     for node in ast.walk(tree):
@@ -285,7 +285,7 @@ def member(module: Any, name: str) -> Any:
 
 
 def value(node: ast.expr, known: dict[str, Any]) -> Any:
-    """Returns the object of allnorm that an expression names; None if it names none."""
+    """Returns the allnorm object that an expression names, or None if it names none."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if not isinstance(node, ast.Attribute):
@@ -320,7 +320,7 @@ def test_shown_values_are_valid(block: Block) -> None:
 
 
 def test_operators() -> None:
-    """The page of operators must list their names, parameters and defaults."""
+    """The operators' page must list their names, parameters and defaults."""
     (block,) = (b for b in BLOCKS if b.page == "docs/reference/operators.md")
     signature = re.compile(r"^(\w+)\(([^)]*)\)", re.MULTILINE)
     shown = {
@@ -339,7 +339,7 @@ def test_operators() -> None:
 
 
 def commands(block: Block) -> list[str]:
-    """Returns the command lines of a block, with continuation lines joined."""
+    """Returns a block's command lines, with continuation lines joined."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line[2:] for line in lines if line.startswith("$ ")]
@@ -429,7 +429,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check_docker(words: list[str]) -> None:
-    """Checks `docker run`: some known options, then IMAGE and the command in it."""
+    """Checks `docker run`: known options, then IMAGE and the command to run in it."""
     image = words.index("IMAGE")
     known = {"--rm", "--gpus", "--ipc", "--pid", "--shm-size", "--network"}
     assert words[0] == "run"
@@ -524,7 +524,7 @@ def test_data_can_be_read() -> None:
 
 
 def test_variables_exist() -> None:
-    """Variables of the environment or of the build."""
+    """Checks that environment and build variables on the pages exist."""
     builds = [ROOT / "CMakeLists.txt", *(ROOT / "cmake").rglob("*"), ROOT / "csrc" / "allnorm.h"]
     built = "".join(path.read_text() for path in builds if path.is_file())
     found = {(p, v) for p, text in PAGES.items() for v in re.findall(r"ALLNORM_[A-Z_]*[A-Z]", text)}

@@ -1,4 +1,4 @@
-"""MXFP8 and NVFP4: definition, compatibility with GEMMs, compiled calls, rejected arguments."""
+"""Tests MXFP8 and NVFP4: definition, use in GEMMs, compiled calls, rejected arguments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SPECS: list[Quant] = [allnorm.NvFp4(GIVEN), allnorm.NvFp4(GIVEN, "row_major"), a
 
 
 def elements_of(quantized: torch.Tensor) -> torch.Tensor:
-    """Decodes bytes of two e2m1 elements."""
+    """Decodes bytes that hold two e2m1 elements each."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64).to(quantized.device)
     both = torch.stack((quantized & 15, quantized >> 4), -1).flatten(-2).long()
     return values[both & 7] * torch.where(both & 8 != 0, -1.0, 1.0)
 
 
 def scale_at(scale: torch.Tensor, row: int, group: int, groups: int) -> torch.Tensor:
-    """Returns the scale of a row and group, by the formula of the API page."""
+    """Returns the scale of a row and group, by the formula on the API page."""
     tile = row // 128 * -(-groups // 4) + group // 4
     return scale[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4]
 
@@ -49,7 +49,7 @@ def decoded(quantized: torch.Tensor, scale: torch.Tensor, spec: Quant, width: in
 @on(cpu=(2,), gpu=(1, 2))
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_gemm_of_quantized_rows(rank: int, world_size: int, sharded: bool) -> None:
-    """Compares a GEMM of quantized results with one of the rows."""
+    """Compares a GEMM of quantized results with a GEMM of the unquantized rows."""
     c = comm()
     make = {"dtype": torch.bfloat16, "device": c.device}
     tokens, width = 132, 512
@@ -80,7 +80,7 @@ def test_gemm_of_quantized_rows(rank: int, world_size: int, sharded: bool) -> No
 def scaled_product(
     out: allnorm.QuantizedNorm, weight: torch.Tensor, weight_scale: torch.Tensor, spec: Quant
 ) -> torch.Tensor:
-    """Multiplies by torch's scaled GEMM, which supports these formats from SM 10.0 on."""
+    """Multiplies with torch's scaled GEMM, which supports these formats since SM 10.0."""
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
     if isinstance(spec, allnorm.NvFp4):
@@ -136,7 +136,7 @@ def test_compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_layout_by_the_formula(spec: Quant) -> None:
-    """Scales have the layout of the API page, and elements are close to the original values."""
+    """Checks that scales have the API page's layout, and that elements are close to the values."""
     y = shared_input((131, 96), torch.float32, "y")
     quantized, scale = reference.quantize(y, spec)
     size = 32 if isinstance(spec, allnorm.Fp8PerGroup) else 16
@@ -159,13 +159,13 @@ def test_layout_by_the_formula(spec: Quant) -> None:
         assert int((scale.view(torch.uint8) != 0).sum()) <= used
     dense = elements.view(131, groups, size) * scales.unsqueeze(-1)
     amax = y.double().view(131, groups, size).abs().amax(-1, keepdim=True)
-    # Half of the widest step: 1 of 6 for e2m1, 16 of 448 for e4m3; scales may be 1/16 too small.
+    # Half of the widest step: 1 of 6 for e2m1, 16 of 448 for e4m3. Scales can be 1/16 too small.
     bound = amax * (0.24 if size == 16 else 0.0625)
     assert bool(((dense - y.double().view_as(dense)).abs() <= bound).all())
 
 
 def e2m1_by_definition(values: torch.Tensor) -> torch.Tensor:
-    """e2m1 rounds to the nearest of the eight magnitudes, and ties to the even code."""
+    """Rounds to the nearest of the eight e2m1 magnitudes, with ties to the even code."""
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     distance = (values.double().abs().clamp(max=6).unsqueeze(-1) - sizes).abs()
     even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])

@@ -1,4 +1,4 @@
-"""Quantization and shards of the reference, compared with a scalar version of the numerics page."""
+"""Compares the reference's quantization and shards with a scalar version of the numerics page."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_ties_and_their_neighbors() -> None:
 
 
 def rows_of_many_sizes(dtype: torch.dtype, hidden_size: int) -> torch.Tensor:
-    """Makes rows from denormal to overflowing, whose groups differ in magnitude too."""
+    """Returns rows from denormal to overflowing; their groups differ in magnitude too."""
     largest = math.log2(torch.finfo(dtype).max)
     smallest = math.log2(torch.finfo(dtype).smallest_normal)
     exponents = torch.linspace(smallest - 4, largest - 3, 12).round().view(-1, 1)

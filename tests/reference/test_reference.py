@@ -1,4 +1,4 @@
-"""The reference, compared with exact arithmetic and a scalar version of the numerics page."""
+"""Compares the reference with exact arithmetic and a scalar version of the numerics page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def round_to_float32(exact: Fraction) -> float:
 
 
 def random_floats(count: int, low: int, high: int, sparse: bool, seed: int) -> torch.Tensor:
-    """Makes float32 with exponents in [low, high); if sparse, with few bits set, to cause ties."""
+    """Returns float32 with exponents in [low, high). If sparse, few bits are set, to cause ties."""
     generator = torch.Generator().manual_seed(seed)
     mantissa = torch.randint(0, 1 << 24, (count,), generator=generator)
     for _ in range(3 if sparse else 0):
@@ -246,7 +246,7 @@ def test_reference_is_the_scalar_transcription(
 
 @pytest.mark.parametrize("dtype", **dtype_ids)
 def test_modes_differ_where_they_should(dtype: torch.dtype) -> None:
-    """In 16 bits all four modes differ; in float32 they agree, because rounding has no effect."""
+    """In 16 bits all four modes differ. In float32 they agree, as rounding has no effect."""
     xs = all_inputs(4, (16, 4096), dtype)
     residual = shared_input((16, 4096), dtype, "residual")
     weight = shared_input((4096,), dtype, "weight")
@@ -273,7 +273,7 @@ def test_close_to_torch_rms_norm(dtype: torch.dtype) -> None:
 
 
 def test_reduced_sum_is_rounded_before_the_residual_is_added() -> None:
-    """Incident 1: adding the residual to the unrounded sum gives different bits."""
+    """Tests incident 1: adding the residual to the unrounded sum gives different bits."""
     xs = [torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0**-8], dtype=torch.bfloat16)]
     residual = torch.tensor([-1.0], dtype=torch.bfloat16)
     total = reference.all_reduce_add_rms_norm(xs, residual, torch.ones(1), 1e-6)[1]
@@ -384,7 +384,7 @@ def test_cuda_fma_gives_the_bits_of_the_cpu() -> None:
 def post_normed(
     inputs: list[torch.Tensor], post_norm: allnorm.PostNorm | None, scale: float, numerics: str
 ) -> torch.Tensor:
-    """Computes post norm and scale by calls without step 1c."""
+    """Computes post norm and scale with calls that do not use step 1c."""
     reduced = reference.all_reduce(inputs)
     if post_norm is not None:
         # Without a residual, both modes of a pair normalize the same values.
@@ -466,7 +466,7 @@ def test_a_missing_weight_needs_a_post_norm() -> None:
 
 
 def scalar_expert_sum(experts: allnorm.ExpertSum, choices: list[list[int]]) -> list[list[float]]:
-    """Step 0 with exact sums and products, rounded one by one."""
+    """Computes step 0 with exact sums and products, each rounded separately."""
     rows = experts.rows.reshape(-1, experts.rows.shape[-1]).double().tolist()
     result = []
     for token, chosen in enumerate(choices):
@@ -530,7 +530,7 @@ def test_expert_sum_of_nothing_is_zero_and_of_no_row_nan() -> None:
     rows[1] = torch.nan
     index = torch.tensor([[0, -1], [-1, -1], [0, 2], [-2, 0]], dtype=torch.int32)
     got = reference.expert_sum(allnorm.ExpertSum(rows, index=index))
-    # Sums start with 0.0, so a zero loses its sign; rows that no token chose are not read.
+    # Sums start with 0.0, so a zero loses its sign. Rows that no token chose are not read.
     assert_same_bits(got[:2], torch.zeros(2, 4))
     assert got[2:].isnan().all()
     empty = allnorm.ExpertSum(rows[:0], index=torch.full((3, 2), -1, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Agreement of ranks: results are equal on all ranks, even if one of them fails."""
+"""Tests the agreement of ranks: all ranks get equal results, even if one of them fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of bits: it must detect every difference."""
+"""Tests that the comparison of bits detects every difference."""
 
 from __future__ import annotations
 

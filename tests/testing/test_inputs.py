@@ -1,4 +1,4 @@
-"""Test inputs: different or equal on ranks and calls, as specified."""
+"""Tests the test inputs: equal or different across ranks and calls, as specified."""
 
 from __future__ import annotations
 

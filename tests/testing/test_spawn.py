@@ -1,4 +1,4 @@
-"""Starting ranks: results, failures, deaths, time limits, and cleanup."""
+"""Tests starting ranks: results, failures, deaths, time limits and cleanup."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_pool_keeps_its_processes_and_ends_them() -> None:
 def test_ranks_inherit_environment_folder_and_outputs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks may be forked from a process that was started long before."""
+    """Ranks inherit these even if they are forked from a process that started long before."""
     monkeypatch.setenv("GONE", "1")
     assert run_ranks(surroundings, 1, args=("first",))[0][:2] == (None, "1")
     assert capfd.readouterr() == ("first out\n", "first err\n")
@@ -190,7 +190,7 @@ def run_program(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_from_the_command_line_and_without_closing() -> None:
-    """A program that does not close its pool, or fails, leaves no processes running."""
+    """A program that fails or does not close its pool leaves no processes running."""
     program = (
         "from allnorm.testing import RankPool\n"
         "from testing.test_spawn import settings\n"
@@ -209,7 +209,7 @@ def test_from_the_command_line_and_without_closing() -> None:
 
 
 def test_nothing_is_reported_as_leaked() -> None:
-    """A named semaphore, as tqdm creates, is unlinked when its rank exits."""
+    """A named semaphore, like those of tqdm, is unlinked when its rank exits."""
     program = (
         "from allnorm.testing import run_ranks\n"
         "from testing.test_spawn import make_semaphore\n"

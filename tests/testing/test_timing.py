@@ -1,4 +1,4 @@
-"""Timing: percentiles, equal numbers of calls on all ranks, the slowest rank counts."""
+"""Tests timing: percentiles, equal numbers of calls on all ranks, the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_calls_per_graph_is_the_rule_of_the_page() -> None:
 
 
 def timed_collective(rank: int, world_size: int) -> tuple[int, int, Timing]:
-    """Ranks of different speed call a collective: different numbers of calls would hang."""
+    """Times a collective on ranks of different speed, which would hang if call counts differed."""
     made = 0
 
     def call() -> None:

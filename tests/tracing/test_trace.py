@@ -1,4 +1,4 @@
-"""The counts of a trace, by kind and module."""
+"""Tests a trace's counts by kind and module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from allnorm.tracing.collect import Collector, kernel
 
 
 class RMSNorm(torch.nn.Module):
-    """An RMSNorm in plain arithmetic, as in models."""
+    """An RMSNorm in plain arithmetic, as models define it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -60,7 +60,7 @@ def found(report: TraceReport) -> list[tuple[str, str, str, int]]:
 
 @torch.no_grad()
 def count(rank: int, world_size: int) -> dict[str, Any]:
-    """Runs in ranks."""
+    """Traces models in ranks; returns the reports."""
     c, x = comm(), torch.randn(4, 64)
     launch = Dispatcher._launch
     model = Model(True, True, False)
@@ -86,7 +86,7 @@ def count(rank: int, world_size: int) -> dict[str, Any]:
     results["calls"] = (found(report), report.summary())
 
     with pytest.raises(ValueError), allnorm.trace() as report:
-        model(torch.cat([model(x), x[:, :1]], dim=-1))  # the weight has a wrong width
+        model(torch.cat([model(x), x[:, :1]], dim=-1))  # the weight has a different width
     results["raised"] = report.summary()
 
     def compiled(x: Tensor) -> Tensor:
@@ -266,6 +266,6 @@ def test_time_that_a_kernel_waits_for_the_previous_one_does_not_count() -> None:
         event(name, device=DeviceType.CUDA, start=start, stream=stream)
         for name, start, stream in kernels
     ]
-    # 3 of 5 us, because the GEMM ends at 5; 5; none, within the same 5; 5; 5.
+    # 3 of the first 5 us count, because the GEMM ends at 5. Then 5, 0 (within the same 5), 5, 5.
     entries = Collector(device).tally.entries()
     assert entries == [Entry("fused", "one_shot", "", 5, 18.0)]

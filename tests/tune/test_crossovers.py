@@ -1,4 +1,4 @@
-"""The measured sizes and the resulting steps, for known costs."""
+"""Tests which sizes are measured and which steps result, for known costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
 
 @pytest.mark.parametrize("crossover", [1, 2, 3, 5, 17, 20, 64, 65, 100, 373, 1000, 9999, 15000])
 def test_a_crossover_is_found(crossover: int) -> None:
-    """one_shot costs 3 + t and two_shot about 3 + c + t / 4, equal just after `crossover`."""
+    """one_shot costs 3 + t, two_shot about 3 + c + t / 4. They are equal after `crossover`."""
     clock = Clock(one_shot=lambda t: 3 + t, two_shot=lambda t: 3 + 0.75 * (crossover + 0.5) + t / 4)
     times = crossovers.search(clock, GRID)
     assert len(clock.asked) == len(set(clock.asked)), "no size is measured twice"

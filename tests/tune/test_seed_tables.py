@@ -1,4 +1,4 @@
-"""benchmarks/seed_tables.py: conversion of measured rows to tables."""
+"""Tests how benchmarks/seed_tables.py converts measured rows to tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row(tokens: int, width: int, algorithm: str, **changes: Any) -> dict[str, An
 
 
 def algorithms(path: pathlib.Path, rows: list[dict[str, Any]]) -> dict[int, list[str]]:
-    """Returns the algorithms of each width's curve in the table of the rows."""
+    """Makes a table from the rows; returns the algorithms of each width's curve."""
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
     seed_tables = script("benchmarks/seed_tables.py")
     ((_, found),) = seed_tables.read([path]).items()

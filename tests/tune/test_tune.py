@@ -1,4 +1,4 @@
-"""`allnorm tune`: it excludes wrong candidates and corrects bad tables, and its tables are used."""
+"""Tests that `allnorm tune` excludes wrong candidates and corrects tables, which are then used."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_faster_algorithm_is_chosen(slow: str) -> None:
 
 
 def test_a_candidate_with_wrong_bits_is_excluded() -> None:
-    """Excludes it even if it is the fastest: here the other one is slow."""
+    """A wrong candidate is excluded even if it is the fastest: here the other one is slow."""
     job = dataclasses.replace(JOB, quants=("", "per_group:32"), hidden_sizes=(64, 128))
     results = tune(job, slow="two_shot", wrong="one_shot")
     found = curves(results)
@@ -201,8 +201,8 @@ def test_a_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
 
 
 def test_check(tmp_path: pathlib.Path) -> None:
-    """Detects a slow table. Whether a good one passes is noise on a shared machine."""
-    # The table lets gloo gather one row, which is many times slower than either algorithm.
+    """Detects a slow table. On a shared machine, noise decides whether a good table passes."""
+    # The table lets gloo run small calls, which is many times slower than either algorithm.
     forced = {("bfloat16", "norm"): [Curve(256, (Step(2, "unfused"), Step(None, "one_shot")))]}
     path = stored(tmp_path, forced)
     json_file = tmp_path / "rows.jsonl"

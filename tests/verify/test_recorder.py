@@ -1,4 +1,4 @@
-"""The record of a check: wrong results on a rank, and ranks with different results."""
+"""Tests a check's record: wrong results on a rank, and results that differ between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soaks of verify: correct results pass, and each kind of wrong result is found."""
+"""Tests verify's soaks: correct results pass, and each kind of wrong result is found."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def one_bit(results: dict[str, torch.Tensor], _: list[Any]) -> dict[str, torch.T
 
 
 def one_call_earlier(results: dict[str, torch.Tensor], before: list[Any]) -> Any:
-    """Returns older results, as if a slot were read before it is written."""
+    """Returns an earlier call's results, as if a slot were read before it was written."""
     return next(old for old in reversed(before) if shapes(old) == shapes(results))
 
 
@@ -120,7 +120,7 @@ def test_one_corrupted_call_is_found(rank: int, world_size: int, index: int, whe
 
 
 def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
-    """Runs a soak; returns a line per call."""
+    """Runs a soak; returns a line that describes each call."""
     issue, made = Case.issue, []
 
     def noting(case: Case, comm: Any, x: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:
@@ -252,7 +252,7 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
     assert same_bits(known["residual_out"][rows], wanted.residual)
 
 
-# ---- several threads -----------------------------------------------------------------------------
+# ---- multiple threads ----------------------------------------------------------------------------
 
 
 @on(cpu=(2, 3, 4))

@@ -1,4 +1,4 @@
-"""The table of faults: it passes, and it reports promises that do not hold."""
+"""Tests the table of faults: it passes, and it reports promises that do not hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allnorm.verify import faults
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allows more time than the table does, because machines that run tests are busy."""
+    """Allows more time than the table of faults, because machines that run tests are busy."""
     monkeypatch.setattr(faults, "SLACK_SECONDS", 10.0)
 
 
