@@ -131,7 +131,7 @@ def block(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arguments(rank: int, scale_shape: tuple[int, ...] = (1,)) -> list[Tensor]:
-    """Returns the graph's inputs: rows of many magnitudes, so that eps makes some results small."""
+    """Returns the graph's inputs. Row magnitudes vary, so eps makes some normed rows small."""
     x, residual, w = Inputs(torch.float16).make(rank)
     sizes = torch.exp2(-torch.arange(24.0)).unsqueeze(-1)
     sizes[-1] = 0

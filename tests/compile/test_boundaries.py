@@ -304,7 +304,7 @@ def test_nearly(rank: int, world_size: int, name: str) -> None:
 
 @on(cpu=(2,))
 def test_two_branches(rank: int, world_size: int) -> None:
-    """Tests a sum of two post norms, as in Gemma 4, which adds those of its MLP and its experts."""
+    """Tests a sum of two post norms: Gemma 4 has one after its MLP and one after its experts."""
 
     def block(x, residual, w):
         normed = gemma(reduce(x), w) + gemma(reduce(x * 2), w * 0.5)

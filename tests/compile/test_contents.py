@@ -189,7 +189,7 @@ class OwnParameter(torch.nn.Parameter):
 
 @on(cpu=(2,))
 def test_weights(rank: int, world_size: int) -> None:
-    """Tests which weights are fused, and the reasons for the others."""
+    """Tests weights that are fused, and the reasons why others are not."""
     x, r, w = Inputs().make(rank)
     wide = torch.stack([w, w], 1)
     given = {

@@ -1,6 +1,6 @@
 """Tests every reason why the graph pass does not fuse a site, each with a small graph.
 
-A case is a graph with the cause of a reason, and the same graph without the cause, which is fused.
+A case is a graph with the cause of a reason, and the same graph without it, which is fused.
 test_sentences.py fails if a reason has no case.
 """
 

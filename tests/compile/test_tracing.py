@@ -219,7 +219,7 @@ def test_decomposed(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_dynamic(rank: int, world_size: int) -> None:
-    """Tests a symbolic number of tokens, which appears in the report."""
+    """Tests a symbolic number of tokens: the report must show the symbol."""
     block = summed(llama, lambda x, r: reduce(x.unflatten(0, (-1, 2))).reshape(-1, HIDDEN) + r)
     inputs = Inputs().make(rank)
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_dynamic(rank: int, world_size: int) -> None:
 
 @on(cpu=(2,))
 def test_nested(rank: int, world_size: int) -> None:
-    """Tests nested graphs, as torch.fx.passes.split_module makes them, in a list of modules."""
+    """Tests nested graphs from torch.fx.passes.split_module, in a list of modules."""
     inputs = Inputs().make(rank)
     inner = captured(summed(llama), inputs)
     names = [n.name for n in inner.graph.nodes if n.op == "placeholder"]

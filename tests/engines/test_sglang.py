@@ -389,7 +389,7 @@ def test_obstacles_prevent_fusion_on_all_ranks(
 
 
 def test_deterministic_mode_keeps_the_fusion(ranks: RankPool) -> None:
-    """Tests that allnorm still fuses in a mode in which SGLang switches off FlashInfer's fusion."""
+    """Tests that allnorm still fuses in deterministic mode, unlike SGLang's own fusion."""
     for lines, reduced, fused in ranks.run(refuse, "deterministic"):
         assert fused, lines
         assert reduced == (0 if is_old() else 1)

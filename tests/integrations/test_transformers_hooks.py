@@ -369,7 +369,7 @@ def test_adapters(rank: int, world_size: int, tmp_path: pathlib.Path, family: st
 @on(cpu=(2,))
 @torch.no_grad()
 def test_compiled_with_hooks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """Tests hooks in compiled models, which compute the norms again because of them."""
+    """Tests hooks in compiled models; because of the hooks, the models compute norms again."""
     hooks = [
         Hook("layers.0", "after", "write", (0, 1)),
         Hook("layers.1", "after", "copied", (0,)),

@@ -86,7 +86,7 @@ class Table:
         return found
 
     def with_verb(self, name: str, order: str) -> Table:
-        """Returns a copy in which a verb has a different order and scope."""
+        """Returns a copy that gives a verb a different order and scope."""
         verb = dataclasses.replace(self.verbs[name], order=order)
         return dataclasses.replace(self, verbs={**self.verbs, name: verb})
 
@@ -96,7 +96,7 @@ class Table:
         return dataclasses.replace(self, rows=self.rows[:at] + self.rows[at + 1 :])
 
     def changed(self, row: Place, **columns: str) -> Table:
-        """Returns a copy in which some of a row's columns differ."""
+        """Returns a copy with some of a row's columns changed."""
         rows = list(self.rows)
         at = self._at(row)
         rows[at] = dataclasses.replace(rows[at], **columns)
@@ -110,7 +110,7 @@ class Table:
         return dataclasses.replace(self, rows=rows)
 
     def with_cpu_order(self, part: str, place: str, order: str) -> Table:
-        """Returns a copy in which one access of the CPU protocol has a different order."""
+        """Returns a copy that gives one access of the CPU protocol a different order."""
         rows = [
             dataclasses.replace(row, order=order) if (row.part, row.place) == (part, place) else row
             for row in self.cpu_rows
@@ -119,7 +119,7 @@ class Table:
         return dataclasses.replace(self, cpu_rows=tuple(rows))
 
     def with_cpu_algorithm(self, name: str, *steps: str) -> Table:
-        """Returns a copy in which one algorithm of the CPU protocol has different steps."""
+        """Returns a copy that gives one algorithm of the CPU protocol different steps."""
         return dataclasses.replace(self, cpu_algorithms={**self.cpu_algorithms, name: steps})
 
 

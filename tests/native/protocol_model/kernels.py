@@ -25,8 +25,8 @@ class Setting:
         deaths: How many ranks may die.
         diverging: The rank and operation of a call that differs from the peers' calls.
         eager: Whether the steps that call the roll and return slots come first, as soon as they are
-            possible. This only omits interleavings, provided that a value that such a thread waits
-            for does not disappear. Explorations that are not eager check this condition.
+            possible. This only omits interleavings, provided that the values that these threads
+            wait for do not disappear. Explorations that are not eager check this condition.
         bits: The rows' bits for all operations, or for each: "16" or "32".
         shift: The number of places by which each operation's slots are displaced, so that words of
             different layouts share a place.

@@ -118,7 +118,7 @@ class Relations:
         return found
 
     def _does_alone(self, first: Event, then: Event, pattern: str) -> bool:
-        """Returns whether `then` is such a pattern by itself, with the same or a wider scope.
+        """Returns whether `then` is a pattern by itself, with the same or a wider scope.
 
         If so, program order implies the pattern that begins with `first`.
         """
