@@ -15,7 +15,7 @@ _ABOUT_SHAPES = {"shape", "ndim", "size", "dim", "ndimension", "numel", "nelemen
 
 
 def check_escapes(values: Values, match: Match) -> str:
-    """Returns which node still reads a value that the call removes, as the reason; or "".
+    """Returns "", or a reason: some node still reads a value that the call removes.
 
     The call returns only the normed tensor and the rounded sum. Any other value that is computed
     from the reduced tensor must be used only to compute these results, or not at all.
@@ -122,7 +122,7 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
 
 
 def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
-    """Returns which of the call's inputs depends on its result, as the reason; or "".
+    """Returns "", or a reason: one of the call's inputs depends on its result.
 
     The call needs all of its inputs for each of its results. The nodes that it replaces do not.
     """
@@ -150,7 +150,7 @@ def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
 
 
 def check_memory(values: Values, match: Match) -> str:
-    """Returns which node writes to the match's memory, as the reason; or ""."""
+    """Returns "", or a reason: some node writes to the match's memory."""
     holders = [node for value in match.candidate.values for node in value.holders]
     nodes = (*match.members, *match.inputs, *holders)
     return next(filter(None, map(values.written_by, nodes)), "")

@@ -212,7 +212,7 @@ def ready() -> None:
 
 
 def summary(world: int) -> tuple[bool, str]:
-    """Returns the line to log, after a bool that is False if nothing in the graphs is fused."""
+    """Returns (False if no site in the compiled graphs is fused, the line to log)."""
     if not compiles(STATE.vllm_config):
         return True, f"norms of an eager model are fused over {world} ranks"
     if STATE.graphs == 0:
