@@ -1,4 +1,4 @@
-"""Performance page: times calls after a GEMM and in a chain, in several processes.
+"""Performance page: times calls after a GEMM and in a chain, in separate processes.
 
 Each process times allnorm, its algorithms, NCCL and every installed peer, plus an empty kernel and
 the local norm. At the end it prints the spread of the processes: the largest difference between

@@ -88,7 +88,7 @@ CHARTS = {
     ),
 }
 
-# Rows of benchmarks/behind_product.py, from several processes.
+# Rows of benchmarks/behind_product.py, measured in separate processes.
 PRODUCTS = {"h100x2-product": Source("h100x2-product.jsonl", "00b13f4")}
 # GEMMs with more tokens draw all of the GPU's power, so times vary (docs/performance.md).
 COOL_TOKENS = 64

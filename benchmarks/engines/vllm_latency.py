@@ -93,7 +93,7 @@ def environment(arm: str) -> dict[str, str]:
 
 
 def settings_of(options: argparse.Namespace, arm: str, batches: list[int]) -> dict[str, Any]:
-    """Returns the arguments of the engine, merged with those of --engine."""
+    """Returns the engine's arguments, merged with the arguments in --engine."""
     most = max(batches)
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": latency.graph_sizes(batches)}
     if arm in ("unfused", "nccl"):

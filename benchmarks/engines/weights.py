@@ -25,7 +25,7 @@ STATIC_SCALE = 8.0 / 448.0
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, rank: int, prefix: str = "") -> int:
-    """Fills the weights in place, on any device; different on each rank, except those of norms.
+    """Fills the weights in place, on any device. Each rank differs, except in norm weights.
 
     FP8 scales are equal everywhere. Integer tensors are unchanged.
 

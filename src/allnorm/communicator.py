@@ -40,11 +40,11 @@ class Communicator:
     graphs, among each other and with eager calls, as with any buffer. An eager call raises while
     the stream of the previous call is being captured.
 
-    Threads may take turns on one communicator if the order of calls is the same on every rank. If
-    two threads call it at the same time, the communicator fails on every rank. Independent threads
-    need a communicator each, created in the same order on every rank. Any thread may call
-    `close()`, which ends the calls of other threads. A child of `fork()` may neither use nor close
-    the communicators of its parent.
+    Threads may share a communicator, one at a time, if the order of calls is the same on every
+    rank. If two threads call it at the same time, the communicator fails on every rank. Threads
+    that run independently need a communicator each, created in the same order on every rank. Any
+    thread may call `close()`, which ends other threads' calls. A child of `fork()` may neither use
+    nor close its parent's communicators.
 
     Args:
         group: process group, or DeviceMesh of one dimension; None: the default group.
@@ -58,23 +58,23 @@ class Communicator:
             timedelta; None: `ALLNORM_TIMEOUT_SECONDS`, else 600 s. Waits end early if the process
             of the peer exits.
         islands: sets of ranks that write to each other's memory. "auto" detects them: the ranks of
-            a host, and among its GPUs those with peer access. Or a sequence of sequences of group
-            ranks, the same on every rank. Several islands of equal size run "hierarchical", other
-            ones "unfused"; both sum island by island (docs/numerics.md, step 1b).
+            one host and, among its GPUs, those with peer access. Or a sequence of sequences of
+            group ranks, the same on every rank. Multiple islands of equal size run "hierarchical",
+            other islands "unfused"; both sum island by island (docs/numerics.md, step 1b).
         tuning_dir: folder of the tables that `allnorm tune` writes; None: `ALLNORM_TUNING_DIR`,
-            else the user's cache. Tables affect speed, never results. A table that is invalid, or
-            that not all ranks have, is ignored, and rank 0 warns.
+            else the user's cache. Tables affect speed, never results. Invalid tables, and tables
+            that some ranks do not have, are ignored, and rank 0 warns.
         max_blocks: CUDA: maximum thread blocks (of up to 512 threads) per call, which leaves room
-            for other kernels; None: as many as the GPU can run, one or two per SM. The same on
-            every rank; results do not depend on it. At least two blocks run, or twice as many as
+            for other kernels; None: as many as the GPU can run, one or two per SM. Must be the same
+            on every rank; results do not depend on it. At least two blocks run, or twice as many as
             one wide row needs.
         early_trigger: CUDA: lets the next kernel of the stream, if it uses programmatic dependent
             launch, start before a call's last stores. That kernel must not read before
             `griddepcontrol.wait`, as CUDA requires. False: it starts when the call ends, which
             costs 0.3 to 0.9 us per call.
-        dependent_launch: CUDA: lets a call start before the preceding kernel ends, and wait for it:
-            once that kernel triggers its dependents, or in a capture once all its blocks have
-            started. False: the call starts after that kernel.
+        dependent_launch: CUDA: lets a call start before the preceding kernel ends, and then wait
+            for it. The call starts once that kernel triggers its dependents or, in a capture, once
+            all its blocks have started. False: the call starts after that kernel.
         first_op: number of the first operation, the same on every rank; wraps at 2**32.
 
     Raises:
@@ -142,15 +142,16 @@ class Communicator:
     ) -> Communicator:
         """Returns the communicator of a group and device; creates it, with defaults, if needed.
 
-        Collective if it creates one. Threads get the same object and must take turns; independent
-        threads need a process group each. It is closed by `dist.destroy_process_group()`, or when
-        the interpreter exits. The first call after an explicit `close()` creates a new one.
+        Collective if it creates one. All threads get the same object, and may use it one at a time;
+        threads that run independently need a process group each. The communicator is closed by
+        `dist.destroy_process_group()`, or when the interpreter exits. The first call after an
+        explicit `close()` creates a new one.
 
         Args:
             group: process group, or DeviceMesh of one dimension; None: the default group.
             device: device of the tensors; None: the current CUDA device, or the CPU without CUDA.
 
-        Raises the errors of the constructor.
+        Raises the errors that the constructor raises.
         """
         comm = cls._for_group(group, device)
         assert comm is not None

@@ -328,7 +328,7 @@ def hierarchical_rows(backend: str, island_size: int, num_tokens: int, hidden_si
     if island_size > 1:
         pieces = min(_OVERLAPPED_PIECES, num_tokens * row_bytes // _OVERLAPPED_SUM_BYTES)
     height = -(-num_tokens // max(1, pieces))
-    # A multiple of four, so that pieces of FP8 rows start at a whole pack.
+    # Rounds to a multiple of four, so that pieces of FP8 rows start at a whole pack.
     return max(4, min(most, height + 3) // 4 * 4)
 
 

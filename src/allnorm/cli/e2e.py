@@ -180,7 +180,7 @@ def _table(results: Sequence[Result], torch_arm: str) -> output.FittedTable:
 
 
 def _verdict(r: Result) -> str:
-    """Returns how many tokens equal those of "allnorm:unfused", and "bits" if all logits do."""
+    """Returns the share of tokens equal to "allnorm:unfused"; adds "bits" if all logits are."""
     same_bits = r.steps_equal_unfused == r.steps_checked
     text = f"{r.tokens_equal_unfused}/{r.num_tokens}" + (", bits" if same_bits else "")
     if r.error:

@@ -118,7 +118,7 @@ def modes(
 
 
 def shapes(text: str, least: int = 0) -> list[Shape]:
-    """Parses shapes such as ``1x4096,8192x4096`` (num_tokens x hidden_size), of `least` tokens."""
+    """Parses shapes (num_tokens x hidden_size) such as ``1x4096``, with at least `least` tokens."""
     found = []
     for item in words(text):
         match = re.fullmatch(r"(\d+)[xX](\d+)", item)

@@ -123,7 +123,7 @@ def _join_group(
         torch.cuda.set_device(_device)
         # By default each rank would use all cores, which slows all of them down.
         torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // world_size)))
-        # NCCL does not support several ranks on one GPU.
+        # NCCL does not support multiple ranks on one GPU.
         backend = "cpu:gloo,cuda:gloo" if share_gpus else "cpu:gloo,cuda:nccl"
         workspace.allow_shared_gpus(share_gpus)
     else:

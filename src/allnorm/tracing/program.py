@@ -61,7 +61,7 @@ def run(command: list[str]) -> Traced:
 
 
 def problem(reports: list[TraceReport], require: float | None = None) -> str:
-    """Describes what is wrong with the reports of a program's ranks; "" if nothing is.
+    """Describes the problem in the reports of a program's ranks; "" if there is none.
 
     With `require`, at least that fraction of the reductions must have run fused on each rank.
     """

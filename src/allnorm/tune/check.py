@@ -97,7 +97,7 @@ def measure(
 
 
 def _by_product(shapes: Sequence[Shape], product: int) -> dict[int, list[Shape]]:
-    """Groups shapes by the input features of the GEMM after which `tune` measures them."""
+    """Groups shapes by the K of the GEMM after which `tune` measures them."""
     found: dict[int, list[Shape]] = {}
     for shape in shapes:
         columns = product if shape.num_tokens <= PRODUCT_TOKENS else 0

@@ -120,7 +120,7 @@ def winners(times: Mapping[int, Times]) -> dict[int, Candidate]:
 
 
 def leave_out(times: Mapping[int, Times], without: Iterable[Candidate]) -> dict[int, Times]:
-    """Returns the times without those of some candidates."""
+    """Returns the times without the given candidates' times."""
     excluded = set(without)
     return {
         num_tokens: {c: us for c, us in found.items() if c not in excluded}

@@ -37,8 +37,8 @@ class Job:
     shapes: tuple[tuple[int, int], ...] = ()  # (num_tokens, hidden_size): run only these calls
     repeat: int = 0  # number of calls of each of `shapes`
     only: tuple[str, ...] = ()  # run only checks with one of these words in the name; empty: all
-    shared_gpus: bool = False  # several ranks share a GPU, with gloo instead of NCCL
-    threads: float = 0.0  # seconds of the soak of several threads; 0: none
+    shared_gpus: bool = False  # multiple ranks share a GPU, with gloo instead of NCCL
+    threads: float = 0.0  # seconds of the multi-threaded soak; 0: none
     island_size: int = 0  # consecutive ranks per island; 0: islands are detected
 
 

@@ -28,7 +28,7 @@ Cases = tuple[Case, ...]
 class Corner:
     """A group of special calls that test the same thing."""
 
-    check: str  # check of `allnorm verify` that makes the calls
+    check: str  # check of `allnorm verify` that runs the calls
     cases: Cases
     cpu: Sequence[int] = (2, 3)  # numbers of CPU ranks in tests
     gpu: Sequence[int] = (2, 8)  # numbers of GPUs in tests

@@ -359,7 +359,7 @@ class PendingCall:
     """A call whose results have not been compared yet."""
 
     number: int  # number of the call in its soak
-    where: str  # origin of the call for the message, such as "replay"
+    where: str  # origin of the call for messages, such as "replay"
     kind: Case  # the call
     tape: Tape  # tape with its rows
     row: int  # its first row
@@ -513,7 +513,8 @@ class Delays:
         elif chance < _STREAM_SHARE:
             torch.cuda._sleep(self._rng.randrange(_STREAM_CYCLES))
         elif chance < _STREAM_SHARE + _NOISE_SHARE:
-            # Takes SMs and bandwidth from concurrent calls, so that their blocks start one by one.
+            # Takes SMs and bandwidth from concurrent calls, which makes their blocks start one by
+            # one.
             with torch.cuda.stream(self._beside):
                 for _ in range(self._rng.randint(1, 4)):
                     self._noise[: self._rng.randint(1, _NOISE_ELEMS)].mul_(1.0)
