@@ -306,7 +306,8 @@ std::vector<Case> cases() {
        kE4m3Nans},
       {"NVFP4 rows", kPackedRows, sharded(ALLNORM_QUANT_NVFP4), nvfp4, kNvFp4Nan},
       {"given rows", kGivenRows, gather, &owned<Owned::kGiven, Plain>},
-      // The first operation and large ones return slots; later ones that take a unit do not.
+      // The first operation and large operations return slots. Later operations that take a unit do
+      // not.
       {"small operations", kOneShot, one_shot, one_row_ahead, 0, 3},
       {"larger operations", kOneShot, one_shot, one_row_ahead, 0, 5, 256 << 10},
       {"large operations", kOneShot, one_shot, one_row_ahead, 0, 3, 48 << 10},

@@ -116,7 +116,7 @@ TEST(every_mapping_is_closed) {
   check(allnorm_ipc_free(0, 0, 2, nullptr) == ALLNORM_INVALID_ARGUMENT, "free of NULL");
 }
 
-// Returns a call that needs several launches.
+// Returns a call that needs multiple launches.
 AllnormCall tall(Rank& rank, cudaStream_t stream) {
   AllnormCall call = rank.norm(stream, 2000);
   check(allnorm_rows_per_chunk(2, kBytes, &call) < 1000, "the call fits into one launch");

@@ -228,8 +228,8 @@ struct Matrix {
   std::vector<uint8_t> bytes;
 };
 
-// Random bits of an element. Style 0: ordinary values; 1: some special values among ordinary ones;
-// 2: any bit pattern.
+// Returns random bits of an element. Style 0: ordinary values. Style 1: ordinary values and some
+// special values. Style 2: any bit pattern.
 inline uint32_t random_bits(Random& random, int dtype, int style) {
   const uint64_t draw = random.next();
   if (style == 2) return static_cast<uint32_t>(draw) & (dtype == ALLNORM_FLOAT32 ? ~0u : 0xffffu);

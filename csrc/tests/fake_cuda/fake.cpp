@@ -1,4 +1,4 @@
-// The fake CUDA runtime: the functions with which tests control it, errors, devices, memory.
+// The fake CUDA runtime: control functions for the tests, errors, devices, memory.
 #include "tests/fake_cuda/fake.h"
 
 #include <cstdio>
