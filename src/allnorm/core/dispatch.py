@@ -79,7 +79,7 @@ class Dispatcher(Runner):
         target: runs the calls.
         function: C function for repeated calls; None: `target` runs every call.
         handle: first argument of `function`, if it has one.
-        lock: held while `function` runs, if several threads may call.
+        lock: held while `function` runs, if more than one thread may call.
 
     Attributes:
         fast: the functions of csrc/python for this dispatcher; its owner closes them.

@@ -101,7 +101,7 @@ class Endpoint(Target):
     # ---- running a call, for the Dispatcher -----------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises CommunicatorClosedError after close(), and in a fork."""
+        """Raises CommunicatorClosedError after close(), and in a forked child."""
         self._opened.check_open()
 
     def choose(self, call: Call) -> Plan:
@@ -153,7 +153,7 @@ class Endpoint(Target):
     def interrupted(self, error: BaseException) -> None:
         """Fails the communicator after a signal handler raised an exception during a call.
 
-        Peers may be in this call or in the next one; they are told at once.
+        Peers may be in this call or in the next one. This rank tells them at once.
         """
         if self.closed or self.failure.is_final or self.world_size == 1:
             return

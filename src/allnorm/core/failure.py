@@ -69,7 +69,7 @@ class Failure:
 
     Attributes:
         watch: watches the peers' processes; None for one rank.
-        refused: error with which this rank last refused a call.
+        refused: error for which this rank last refused a call.
     """
 
     def __init__(

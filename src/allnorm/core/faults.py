@@ -32,7 +32,7 @@ _ACCOUNT_SECONDS = 2.0
 
 
 def account_of(fault: _native.Fault, calls: Sequence[Announcement]) -> Account:
-    """Returns this rank's account of a faulty call, which may be any of `calls`."""
+    """Returns this rank's account of the call with the fault, which may be any of `calls`."""
     announced = tag_fields(fault.expected_shape, fault.expected_tokens)
     alike = [call for call in calls if _looks_like(call, announced)]
     # If a call runs in chunks, each launch announces only its chunk's rows.

@@ -87,7 +87,7 @@ class Hierarchy:
     def agree_once(self, prepared: PreparedCall, channel: Channel, waits: Waits) -> None:
         """Runs `agreement.agree`, but over a slow channel only once per kind of call.
 
-        All ranks have agreed on the same kinds, because all of them took part each time.
+        All ranks have agreed on the same kinds of calls, because all of them took part each time.
         """
         mine = Announcement.of(prepared)
         if channel.is_slow and mine in self._agreed:

@@ -100,10 +100,10 @@ class Notes:
         """Stops using the shared memory, which is about to be released."""
 
     def post(self, cause: Cause) -> None:
-        """Publishes why this rank has given up. The first cause stays."""
+        """Publishes why this rank has given up. Only the first cause is kept."""
 
     def said_by(self, rank: int) -> Cause | None:
-        """Returns the cause that a rank has published."""
+        """Returns the cause that a rank has published; None if it has published none."""
         return None
 
     def first(self) -> Cause | None:
@@ -184,7 +184,7 @@ class SharedNotes(Notes):
         self._own.beat_ns = time.monotonic_ns()
 
     def post(self, cause: Cause) -> None:
-        """Publishes why this rank has given up. The first cause stays."""
+        """Publishes why this rank has given up. Only the first cause is kept."""
         why = cause.why
         while len(data := json.dumps(cause._replace(why=why)).encode()) >= NOTE_BYTES - 32:
             why = why[: len(why) // 2]
@@ -195,7 +195,7 @@ class SharedNotes(Notes):
                 self._own.cause_bytes = len(data)  # last, because readers check it first
 
     def said_by(self, rank: int) -> Cause | None:
-        """Returns the cause that a rank has published."""
+        """Returns the cause that a rank has published; None if it has published none."""
         with self._lock:
             note = self._notes[rank]
             size = note.cause_bytes
@@ -321,7 +321,7 @@ class StoreNotes(Notes):
         self._late: threading.Thread | None = None  # waits for a store that does not answer
 
     def post(self, cause: Cause) -> None:
-        """Publishes why this rank has given up. The first cause of all ranks stays."""
+        """Publishes why this rank has given up. Only the first cause of all ranks is kept."""
         if not self._posted and cause.kind != LEFT:
             self._posted = True
             text = json.dumps(cause)

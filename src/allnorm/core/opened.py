@@ -45,7 +45,7 @@ class Opened:
     process: int = field(default_factory=os.getpid)  # process that opened the communicator
 
     def check_open(self) -> None:
-        """Raises CommunicatorClosedError after close(), and in a fork."""
+        """Raises CommunicatorClosedError after close(), and in a forked child."""
         if not self.closed:
             return
         if self.process != os.getpid():

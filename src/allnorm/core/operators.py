@@ -138,7 +138,7 @@ def results_of(op: str) -> tuple[str, ...]:
     return OPERATORS[op].results
 
 
-# Dynamo then treats what they return as constants, which is true, and does not guard the table.
+# Dynamo then treats the results of both functions as constants, and does not guard the table.
 _argument_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 results_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -60,7 +60,7 @@ def opening(
                 "communicators. Create them one after the other, in the same order on every rank, "
                 "or use a process group for each."
             )
-        # Only the communicator of `for_group` has the group's name, by which traced calls find it.
+        # Only the communicator of `for_group` has the group's name. Traced calls look that name up.
         key = group.group_name, device.type
         return _last_numbers.get(key, 0), named_as_group and key not in _open
 
