@@ -89,7 +89,7 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         run, or were wrong, have no times.
     """
     if job.island_size:
-        # NCCL treats each island as a host, so that it communicates as between hosts.
+        # Makes NCCL treat each island as a host, so that islands communicate like hosts.
         os.environ.setdefault("NCCL_HOSTID", f"island{rank // job.island_size}")
     records, where = [], device()
     usable = {name for mode in job.modes for name in modes.peer_names(job.device, mode)}

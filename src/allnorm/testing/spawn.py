@@ -278,7 +278,7 @@ class RankPool:
         return results
 
     def _dump_stack(self, rank: int) -> None:
-        """Makes a rank that does not answer write its stack to standard error."""
+        """Makes an unresponsive rank write its stack to standard error."""
         pid = self._processes[rank].pid
         if pid is not None and self._processes[rank].is_alive():
             os.kill(pid, signal.SIGUSR1)

@@ -59,7 +59,7 @@ def max_over_ranks(timing: Timing, group: dist.ProcessGroup | None = None) -> Ti
     return Timing(p50_us, p90_us, p99_us, calls)
 
 
-# ---- by the wall clock ---------------------------------------------------------------------------
+# ---- with the wall clock -------------------------------------------------------------------------
 
 
 def time_cpu(
@@ -71,7 +71,7 @@ def time_cpu(
     warmup_calls: int = 10,
     group: dist.ProcessGroup | None = None,
 ) -> Timing:
-    """Times each call separately by the wall clock.
+    """Times each call separately with the wall clock.
 
     Collective if torch.distributed is initialized: all ranks of the group call it and make the same
     number of calls. The result is this rank's; see `max_over_ranks`.
@@ -113,7 +113,7 @@ def time_calls(calls: Iterable[Call]) -> list[float]:
     return times_us
 
 
-# ---- by replays of CUDA graphs -------------------------------------------------------------------
+# ---- with replays of CUDA graphs -----------------------------------------------------------------
 
 
 def calls_per_graph(num_tokens: int) -> int:
