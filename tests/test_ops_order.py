@@ -110,7 +110,7 @@ def test_calls_that_are_alike_stay_two(rank: int, world_size: int, backend: str)
 
 
 def calls_made_by(c: allnorm.Communicator, make: Any) -> Any:
-    """Replaces the function through which operators make a communicator's calls with `make`."""
+    """Makes the operators call `make` for each of a communicator's calls."""
     dispatcher = mock.Mock(call=make)
     return mock.patch.dict(allnorm.core.registry.dispatchers(), {(c.name, False): dispatcher})
 

@@ -1,4 +1,4 @@
-"""Tests post norms, scaled sums and calls without a second norm: compiled, refused."""
+"""Tests calls with post norms or scaled sums, or without a second norm: compiled and refused."""
 
 from __future__ import annotations
 

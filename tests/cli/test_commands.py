@@ -201,7 +201,7 @@ def test_wrong_arguments_are_explained(arguments: tuple[str, ...], complaint: st
 def test_a_long_path_does_not_hide_the_message(tmp_path: Path) -> None:
     folder = tmp_path.joinpath(*["a-folder-with-a-long-name"] * 4)
     folder.mkdir(parents=True)
-    for length in range(40):  # so that each word is a line break once
+    for length in range(40):  # so that the message is wrapped at every word
         file = folder / ("x" * length + ".txt")
         file.write_text("")
         done = CliRunner().invoke(app, ("bench", "--json", str(file / "rows.jsonl")))

@@ -167,7 +167,7 @@ def test_meetings_leave_one_entry_per_rank(kind: str, tmp_path: Any) -> None:
 
 @pytest.mark.usefixtures("threads_are_ranks")
 def test_threads_of_a_rank_take_turns() -> None:
-    """All ranks pair communicators alike if several threads create them for one group."""
+    """If multiple threads create communicators of one group, all ranks pair them alike."""
     store = HashStore()
     groups = [ThreadGroup(store, rank, 2) for rank in range(2)]
     functions = [lambda g=group: meet(g, WAIT_SECONDS, g.rank) for group in groups * 4]

@@ -432,7 +432,7 @@ def test_a_late_peer_is_waited_for(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_timeout_tells_whether_the_peer_has_begun(begun: bool) -> None:
-    """Checks also that a timeout's error mentions the GPU, unlike a divergence's."""
+    """Also checks that timeout errors, unlike divergence errors, mention the GPU."""
     fault = _native.Fault()
     fault.status, fault.rank, fault.peer = _native.TIMEOUT, 0, 1
     fault.expected_op, fault.seen_op = 7, 7 if begun else 6

@@ -1,4 +1,4 @@
-"""Checks that an FP8 GEMM of a call's quantized results equals that of separate steps' results."""
+"""Checks that FP8 GEMMs of fused and of separately quantized rows are bit-identical."""
 
 from __future__ import annotations
 

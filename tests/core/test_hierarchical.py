@@ -38,7 +38,7 @@ def islands_of(pool: RankPool, size: int) -> tuple[tuple[int, ...], ...]:
 def check_parts(
     rank: int, world_size: int, cases: list[Case], islands: Any, sum_bytes: int
 ) -> tuple[int, int]:
-    """Runs calls in pieces of `sum_bytes`, with two hops between islands where two are faster.
+    """Runs calls in pieces of `sum_bytes`, with two hops between islands where the policy allows.
 
     Returns:
         The number of pieces in the first case, and how often sums crossed in two hops.

@@ -1,4 +1,4 @@
-"""Tests the watching of processes, and the rendezvous: deadlines, errors name missing ranks."""
+"""Tests process watching and the rendezvous: deadlines, and errors that name missing ranks."""
 
 from __future__ import annotations
 
