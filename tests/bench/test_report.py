@@ -78,7 +78,7 @@ def test_chains_and_calls_after_gemms_have_separate_tables() -> None:
     found += [measurement(arm, us) for arm, us in (("allnorm", 2.5), ("gloo+torch", 5.0))]
     chain, product = bench_table.tables_of(found)
     assert (chain, product) == (found[1:], found[:1])
-    assert "2x as fast" in bench_table.headline(found, "bfloat16"), "of a chain of calls"
+    assert "2.0x as fast" in bench_table.headline(found, "bfloat16"), "of a chain of calls"
     row = bench_report.json_row(chain[0], {})
     assert (row["mode"], row["product"], row["over_ranks"]) == ("chain", 0, "slowest")
     assert math.isnan(row["beyond_empty_us"])

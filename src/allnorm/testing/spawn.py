@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
@@ -78,6 +79,7 @@ def _interrupts_blocked() -> Iterator[None]:
     Ctrl-C reaches every process of a terminal. A rank that is importing torch would print a
     traceback.
     """
+    multiprocessing.resource_tracker.ensure_running()  # unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
