@@ -91,9 +91,9 @@ def rank_main(
         surroundings.enter()
     os.environ.update(_ENVIRONMENT)
     faulthandler.register(signal.SIGUSR1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # raises if Ctrl-C came
         _join_group(rank, world_size, device, port, seconds, share_gpus)
         _send("result", None)
         while call := connection.recv_bytes():
