@@ -30,7 +30,7 @@ void corrupt_word(Random& random, AllnormCall& call) {
   const int64_t bytes = random.below(2) == 0 ? 4 : 8;
   char* const field =
       reinterpret_cast<char*>(&call) + bytes * random.below(int64_t{sizeof(call)} / bytes);
-  int64_t value = 0;
+  uint64_t value = 0;  // unsigned, because sums may wrap
   memcpy(&value, field, static_cast<size_t>(bytes));
   static constexpr int64_t kValues[] = {0,          1,         -1,        2,         3,
                                         16,         64,        INT32_MAX, INT32_MIN, INT64_MAX,
@@ -38,13 +38,13 @@ void corrupt_word(Random& random, AllnormCall& call) {
                                         0x7fc00000, 1ll << 62};
   switch (random.below(4)) {
     case 0:
-      value += random.below(9) - 4;
+      value += static_cast<uint64_t>(random.below(9) - 4);
       break;
     case 1:
-      value = static_cast<int64_t>(static_cast<uint64_t>(value) * 2);
+      value *= 2;
       break;
     default:
-      value = kValues[random.below(std::size(kValues))];
+      value = static_cast<uint64_t>(kValues[random.below(std::size(kValues))]);
   }
   memcpy(field, &value, static_cast<size_t>(bytes));
 }
