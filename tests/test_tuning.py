@@ -516,7 +516,7 @@ MANY_ROWS = (
 
 @on(cpu=(2,), gpu=(2, 4))
 def test_any_limit_of_blocks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
-    """The caller can limit blocks too. The smaller limit applies; results do not change."""
+    """The caller can also limit the number of blocks. The smaller limit applies."""
     table = entry((None, "two_shot"), hidden_size=64)
     table["steps"][0]["num_blocks"] = 40
     if rank == 0:

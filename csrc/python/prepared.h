@@ -1,4 +1,4 @@
-// A prepared call: the data to recognize a repetition of the call, and the places of its addresses.
+// A prepared call: what recognizes a repetition of the call, and where its addresses go.
 #pragma once
 
 #include <cstdint>

@@ -295,7 +295,7 @@ def test_common_eps_and_biases_have_different_hashes() -> None:
     assert len(hashes) == len(values) * 5
 
 
-# Changes on all ranks, then on the last rank. `test_compared_fields.py` changes every field.
+# Changes on all ranks, then on the last rank only. `test_compared_fields.py` changes every field.
 UNFUSED_DIVERGENCES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "4x512 bfloat16": ({}, {"shape": (4, 512)}),
     "6x256 bfloat16": ({}, {"shape": (6, 256)}),  # the same size in bytes

@@ -300,7 +300,7 @@ def test_operators_that_quantize_are_declared_as_expected() -> None:
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
 def test_operators_that_quantize_blocks_are_fused(model: str, kind: str) -> None:
-    """Compares MXFP8 with vLLM's PyTorch code, and NVFP4 with the reference, not a kernel."""
+    """Compares MXFP8 with vLLM's PyTorch code, and NVFP4 with the reference."""
     import vllm_without_cuda
 
     naive = kind == "mxfp8" and vllm_without_cuda.naive_mxfp8()

@@ -280,7 +280,7 @@ def write_results(path: Path, write: Callable[[Path], object]) -> None:
 def append_json_lines(
     path: Path | None, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any] | None = None
 ) -> None:
-    """Appends one JSON object per line, each starting with `common`; creates file and folder.
+    """Appends one JSON object per line, each starting with `common`; creates the file if missing.
 
     NaN and infinity, which JSON lacks, become null. Does nothing if `path` is None.
     """

@@ -134,7 +134,7 @@ class Announcement:
         return cls((_REFUSED,) * len(FIELDS))
 
     def __getitem__(self, field: str) -> int:
-        """Returns the word of one of FIELDS."""
+        """Returns the word that holds a field, given its name in FIELDS."""
         return self.words[FIELDS.index(field)]
 
     @classmethod

@@ -18,7 +18,7 @@ from .exchange import Exchange, exchange_of
 from .kernels import WRAP, Setting
 from .mutants import COUNTER_MUTANTS, LATE_MUTANTS, SEEN_IN_LONGER_HALVES
 
-# First operations from which numbers pass 2^32, 2^31, or neither.
+# Numbers of the first operation: the counter then passes 2^32, 2^31, or neither.
 FIRST_OPS = (WRAP - 2, WRAP // 2 - 2, 0)
 LARGE = ((), (0, 1, 2, 3), (0, 2, 3))
 TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized", "gather")
