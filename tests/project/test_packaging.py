@@ -141,7 +141,7 @@ def test_metadata(distribution: importlib.metadata.Distribution) -> None:
         "torch",
     ]
     scripts = {e.name: e.value for e in distribution.entry_points if e.group == "console_scripts"}
-    assert scripts == {"allnorm": "allnorm.cli:main"}
+    assert scripts == {"allnorm": "allnorm_command:main"}
 
 
 def test_import_starts_no_cuda_and_warns_of_nothing(tmp_path: pathlib.Path) -> None:
