@@ -9,12 +9,13 @@ import os
 import signal
 import types
 
+MESSAGE = "allnorm: interrupted"
 INTERRUPTED = 130  # the exit code of shells for a program that SIGINT ended
 
 
 def end(number: int, frame: types.FrameType | None) -> None:
     """Ends the process in the middle of an import, without a traceback."""
-    os.write(2, b"allnorm: interrupted\n")
+    os.write(2, f"{MESSAGE}\n".encode())
     os._exit(INTERRUPTED)
 
 

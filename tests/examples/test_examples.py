@@ -40,6 +40,24 @@ ENVIRONMENT = {
 }
 
 
+def run_python(
+    arguments: list[str], folder: pathlib.Path, text: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments and this standard input in a folder; it must succeed."""
+    run = subprocess.run(
+        [sys.executable, *arguments],
+        input=text,
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run
+
+
 def test_every_program_is_listed() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == RANKS.keys() | NEED_GPUS
 
@@ -52,17 +70,8 @@ def test_the_command_is_in_the_docstring(name: str) -> None:
 
 @pytest.mark.parametrize("name", RANKS)
 def test_program_is_right(name: str, tmp_path: pathlib.Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run = subprocess.run(
-        [*launcher, f"--nproc-per-node={RANKS[name]}", str(EXAMPLES / f"{name}.py")],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS[name]}"]
+    run = run_python([*launcher, str(EXAMPLES / f"{name}.py")], tmp_path)
     assert re.fullmatch(rf"OK: .*\b{RANKS[name]} ranks on cpu.*\n", run.stdout, re.IGNORECASE)
 
 
@@ -110,17 +119,8 @@ def test_notebook_prints_what_it_stores(tmp_path: pathlib.Path) -> None:
     file = EXAMPLES / "tour.ipynb"
     assert file.stat().st_size < 40_000
     cells = [c for c in json.loads(file.read_text())["cells"] if c["cell_type"] == "code"]
-    run = subprocess.run(
-        [sys.executable, "-c", RUN_CELLS],
-        input=json.dumps(["".join(cell["source"]) for cell in cells]),
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    sources = json.dumps(["".join(cell["source"]) for cell in cells])
+    run = run_python(["-c", RUN_CELLS], tmp_path, sources)
     *printed, rest = run.stdout.split("\0")
     assert rest == ""
     assert sum(map(bool, printed)) >= 7

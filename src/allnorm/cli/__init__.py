@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 
 USAGE_ERROR = 2
-INTERRUPTED = 130  # as shells report it, for a program that SIGINT ended
 
 
 def main() -> None:

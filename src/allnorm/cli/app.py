@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from allnorm import __version__, config
-from allnorm.cli import INTERRUPTED, USAGE_ERROR, bench, doctor, e2e, output, trace, tune, verify
+from allnorm.cli import USAGE_ERROR, bench, doctor, e2e, output, trace, tune, verify
 from allnorm.cli.output import bad, console
 from allnorm.errors import AllnormError
 from allnorm.testing import RankError
+from allnorm_command import INTERRUPTED, MESSAGE
 
 app = typer.Typer(
     name="allnorm",
@@ -64,7 +65,7 @@ def run() -> int:
     try:
         app()
     except _Interrupted:
-        typer.echo("allnorm: interrupted", err=True)
+        typer.echo(MESSAGE, err=True)
         return INTERRUPTED
     except SystemExit as end:
         if end.code or output.all_written():

@@ -150,16 +150,11 @@ def headline(measurements: Sequence[Measurement], dtype: str) -> str:
     other = best(m for m in found.values() if is_other(m.arm))
     ratio = speed_up(found, [other.arm]) if other else math.nan
     if other and math.isfinite(ratio):
-        slower = f"{_factor(1 / ratio)} slower than"
-        relation = f"{_factor(ratio)} as fast as" if ratio >= 1 else slower
+        slower = f"{_ratio(1 / ratio, 1)} slower than"
+        relation = f"{_ratio(ratio, 1)} as fast as" if ratio >= 1 else slower
         text += f", {relation} the best alternative, {other.arm}"
         text += f" ({output.time_of(other.shown_us)})"
     return f"{text}; bit-identical to the reference"
-
-
-def _factor(ratio: float) -> str:
-    """Formats a ratio: 1.3x, 12x."""
-    return f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def _title(m: Measurement) -> str:
@@ -209,8 +204,9 @@ def _times(kind: str, with_p99: bool) -> Callable[[Found], str]:
     return cell
 
 
-def _ratio(ratio: float) -> str:
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x" if math.isfinite(ratio) else "-"
+def _ratio(ratio: float, decimals: int = 2) -> str:
+    """Formats a ratio; from 10 on without decimals."""
+    return f"{ratio:.{decimals if ratio < 10 else 0}f}x" if math.isfinite(ratio) else "-"
 
 
 def _finite(value: float, form: str) -> str:
