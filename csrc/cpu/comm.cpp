@@ -49,7 +49,7 @@
 namespace allnorm {
 namespace {
 
-// How long a wait polls before it sleeps. Ranks that each have a core arrive within a few
+// The time that a wait polls before it sleeps. Ranks that each have a core arrive within a few
 // microseconds of each other, and a wake-up costs 5 to 50 us. With fewer cores than ranks a wait
 // sleeps at once, because the peer may need the core.
 constexpr int64_t kSpinNs = 50'000;

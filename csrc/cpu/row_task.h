@@ -46,7 +46,7 @@ struct ExpertRows {
   }
 };
 
-// How a scale is stored.
+// The storage format of a scale.
 enum class StoredScale {
   kFloat32,
   kExponent,  // its exponent byte

@@ -1,4 +1,4 @@
-// How long the L2 cache should keep a line.
+// The policies by which the L2 cache keeps or evicts a line.
 //
 // In a model a GEMM runs between two calls, and its weights evict everything else from the L2
 // cache: the slots of the next call, its residual and the lines that it writes. Stores then wait

@@ -69,7 +69,7 @@ TEST(clusters) {
 }
 
 TEST(wider_clusters) {
-  // How many rows are resident at once if a row takes 1, 2, 4 or 8 blocks: rows of 5376 columns
+  // The number of rows resident at once if a row takes 1, 2, 4 or 8 blocks: rows of 5376 columns
   // with a post norm, and sums of experts.
   using Rows = std::array<int, 4>;
   const struct {

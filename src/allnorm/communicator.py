@@ -41,10 +41,9 @@ class Communicator:
     the stream of the previous call is being captured.
 
     Threads may share a communicator, one at a time, if the order of calls is the same on every
-    rank. If two threads call it at the same time, the communicator fails on every rank. Threads
-    that run independently need a communicator each, created in the same order on every rank. Any
-    thread may call `close()`, which ends other threads' calls. A child of `fork()` may neither use
-    nor close its parent's communicators.
+    rank. If two threads call it at the same time, the communicator fails on every rank. Independent
+    threads need a communicator each, created in the same order on every rank. Any thread may call
+    `close()`, which ends other threads' calls. A child of `fork()` may not use or close it.
 
     Args:
         group: process group, or DeviceMesh of one dimension; None: the default group.

@@ -31,7 +31,7 @@ struct Capture {
   bool valid = true;
 };
 
-// What precedes the next work of a stream: launches, or nodes if the stream is being captured.
+// The predecessors of a stream's next work: launches, or nodes if the stream is being captured.
 struct Point {
   std::set<int> work;
   Capture* capture = nullptr;

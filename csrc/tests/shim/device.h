@@ -37,8 +37,8 @@ struct Launch {
 // the preceding grid waits for all.
 enum class Completion { kInOrder, kOfPrecedingOnly };
 
-// How threads are chosen to run. In every schedule, one warp sometimes runs ahead of all others for
-// a while.
+// The rule that chooses which threads run. In every schedule, one warp sometimes runs ahead of all
+// others for a while.
 enum class Schedule {
   kRandom,
   kRankHeld,      // one rank pauses until the others cannot continue; then a different rank pauses

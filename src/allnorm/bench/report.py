@@ -46,7 +46,7 @@ class Measurement:
     # Time of an empty kernel after the GEMM, and p50_us minus it; NaN without a GEMM.
     empty_us: float = math.nan
     beyond_empty_us: float = math.nan
-    # How the ranks' times are combined. "slowest": the largest of the ranks' percentiles. After a
+    # Rule that combines the ranks' times. "slowest": the largest of the ranks' percentiles. After a
     # GEMM: percentiles of the "shortest" time per replay if ranks wait for each other, otherwise of
     # the "longest".
     over_ranks: str = "slowest"

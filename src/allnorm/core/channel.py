@@ -23,7 +23,7 @@ from allnorm.core.threads import run_bounded
 from allnorm.core.watch import Watch
 from allnorm.errors import AllnormError
 
-# How much longer than the timeout a wait for the store may take.
+# The time in excess of the timeout that a wait for the store may take.
 _STORE_SECONDS = 1.0
 # Number of 64-bit integers in an announcement.
 WORDS = len(FIELDS)

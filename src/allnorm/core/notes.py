@@ -48,7 +48,7 @@ INTERRUPTED = "interrupted"
 FAILED = "failed"
 LATE = "late"
 CROSSED = "crossed"  # two of the rank's threads made calls at the same time
-# What a failed rank did.
+# Descriptions of what a failed rank did.
 _TOO_LATE, _STUCK = "did not come", "is stuck in this wait"
 # A waiting rank refreshes its note about every 0.1 s. After this time without a change it is stuck.
 _STALE_NS = 1_500_000_000
@@ -56,7 +56,7 @@ _STALE_NS = 1_500_000_000
 _UNCHANGED_NS = 300_000_000
 # Time limit of `settle`. Other ranks with failed waits give up meanwhile, and publish why.
 _SETTLE_NS = 2 * _STALE_NS
-# How long ranks on different hosts wait for peers to publish whom they waited for.
+# The time that ranks on different hosts wait for peers to publish whom they waited for.
 _STORE_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
 # Interval at which a waiting rank checks whether a peer asks whom it waits for.

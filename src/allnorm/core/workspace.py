@@ -27,7 +27,7 @@ DEFAULT_BYTES_CUDA = 256 << 20
 DEFAULT_BYTES_CPU = 4 << 20
 MIN_BYTES = 64 << 10
 _LEFTOVER_SECONDS = 600.0
-# How long a probe may take to reach a peer that has mapped the memory; usually microseconds.
+# The time that a probe may take to reach a peer that has mapped the memory; usually microseconds.
 _PROBE_SECONDS = 3.0
 _MAX_WORLD_SIZE = {"cpu": _native.MAX_WORLD_SIZE, "cuda": 8}
 

@@ -13,7 +13,7 @@ from allnorm.testing import OnMessage, run_ranks
 
 _SECONDS = 3600.0  # time limit of a run
 
-# How the ranks' values are merged: the largest time counts, and so on.
+# The way the ranks' values are merged: the largest time counts, and so on.
 _LARGEST = (
     *("ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms", "local_ms"),
     *("logits_max_diff", "yardstick_max"),
