@@ -90,9 +90,10 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   RowReduction row_reduction((params.packs + kPacksPerChunk - 1) / kPacksPerChunk, clusters);
   stamps.at(Stamp::kGathered);
   ALLNORM_FAULT(dependents_let_in_early, trigger_next_grid(), );
-  ALLNORM_FAULT(
-      input_read_early,
-      const Pack early = live && first >= 0 ? load_pack(params.x.at(first, pack)) : Pack{}, );
+  ALLNORM_FAULT(input_read_early,
+                const Pack early = live && first >= 0 && first < end
+                                       ? typename Kernel::Source(params, pack).load(first)
+                                       : Pack{}, );
   Exchange<Kernel::kWorldSize> exchange(params);
   stamps.at(Stamp::kPreceded);
   const typename Kernel::Source source(params, pack);
