@@ -78,6 +78,7 @@ uint32_t cluster_dim() { return shape().cluster_size; }
 void trace(std::function<void(const Access&)> look) { g_look = std::move(look); }
 void note_access(const char* verb, const void* address, uint64_t value) {
   if (g_look == nullptr) return;
+  const Unwatched unwatched;  // fibers that call one function share its memory
   const Thread& here = thread();
   g_look(
       {here.agent.rank, here.agent.operation, here.block->index, here.index, verb, address, value});
