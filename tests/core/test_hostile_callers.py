@@ -142,6 +142,8 @@ def delete_in_fork(box: list[allnorm.Communicator]) -> None:
     gc.collect()
 
 
+# Gloo, which replaces NCCL on shared GPUs, ties tensors to streams. A child cannot free those.
+@pytest.mark.own_gpus
 @on(cpu=(2, 3), gpu=(2,))
 def test_a_forked_child_changes_nothing(rank: int, world_size: int) -> None:
     box = [make()]
