@@ -9,8 +9,8 @@ FUSED = ("one_shot", "two_shot")
 # Algorithms for ranks in a single island, and for ranks in multiple islands.
 ALGORITHMS = (*FUSED, "unfused")
 BETWEEN_ISLANDS = ("hierarchical", "unfused")
-# Values of the argument `algorithm`.
 REQUESTS = ("auto", *ALGORITHMS, "hierarchical")
+"""Values of the argument `algorithm`."""
 
 # The public calls: first the collectives, then the calls that run on one rank.
 COLLECTIVES = (
@@ -23,6 +23,7 @@ OPS = (*COLLECTIVES, "add_rms_norm", "add_rms_norm_quant")
 
 DTYPES = ("float32", "float16", "bfloat16")
 NUMERICS = ("rounded", "unrounded", "transformers", "vllm")
+"""Values of the argument `numerics`: where a norm rounds."""
 
 QUANTS = ("per_group", "per_token", "per_tensor", "nvfp4")
 GROUP_SIZES = (16, 32, 64, 128, 256, 512)

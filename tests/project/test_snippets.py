@@ -2,9 +2,9 @@
 
 Fenced blocks, by language:
 
-- python: a whole program (one that creates a process group) runs on two CPU ranks, and must print
-  the console block after it. A page's other blocks run in order, with the names from `setting`.
-  Blocks that need more are counted in `NOT_RUN`; the names in them must exist.
+- python: a whole program (one that creates a process group or has a main part) runs on two CPU
+  ranks, and must print the console block after it. A page's other blocks run in order, with the
+  names from `setting`. Blocks that need more are counted in `NOT_RUN`, and their names must exist.
 - pycon: the value shown must be valid.
 - bash, console (commands after "$ "): commands, options, files, targets and extras must exist.
 - json, yaml: must parse.  text: not checked.
@@ -125,7 +125,8 @@ def test_code_is_fenced() -> None:
 
 
 def is_program(block: Block) -> bool:
-    return block.language == "python" and "init_process_group" in block.text
+    starts_ranks = "init_process_group" in block.text or "__main__" in block.text
+    return block.language == "python" and starts_ranks
 
 
 def setting() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from allnorm.testing import (
     SENTINEL_WORDS,
     SPECIAL_KINDS,
     all_inputs,
+    copy_all,
     rank_input,
     same_bits,
     sentinel_input,
@@ -80,3 +81,10 @@ def test_the_sentinel_input_has_every_word_in_every_position(dtype: torch.dtype)
         assert (packs[:, position] == word).any(), f"{word:#010x} at {position}"
     for word in SENTINEL_WORDS:
         assert (packs == word).all(-1).any(), f"{word:#010x} in all positions"
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="kind 'other': expected one of zeros, "):
+        special_input("other", (2, 8), torch.float32, 0)
+    with pytest.raises(ValueError, match="shorter"):
+        copy_all([torch.empty(2), torch.empty(2)], [torch.empty(2)])

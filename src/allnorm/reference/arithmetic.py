@@ -14,6 +14,7 @@ from torch import Tensor
 from allnorm.names import DTYPES as DTYPE_NAMES
 
 DTYPES = tuple(getattr(torch, name) for name in DTYPE_NAMES)
+"""The dtypes of the inputs: float32, float16 and bfloat16."""
 
 _PACKS_PER_CHUNK = 32
 

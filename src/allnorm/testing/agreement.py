@@ -18,7 +18,9 @@ class RankFailedError(RuntimeError):
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns every rank's value, in rank order.
+    """Returns every rank's value, in rank order. Collective.
+
+    It pickles the values, so it is meant for decisions and times, not for tensors.
 
     Args:
         value: this rank's value, picklable.
@@ -32,12 +34,29 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def agree(text: str) -> str:
-    """Returns the non-empty text of the lowest rank, on all ranks; "" if all are empty."""
+    """Returns the non-empty text of the lowest rank, on all ranks. Collective over WORLD.
+
+    Args:
+        text: what this rank reports, for example the reason of a failure; "" reports nothing.
+
+    Returns:
+        "rank R: TEXT" of the lowest rank R with a text; "" if no rank has one.
+    """
     return next((f"rank {rank}: {said}" for rank, said in enumerate(gather(text)) if said), "")
 
 
 def all_or_none(step: Callable[..., T], *arguments: Any) -> T:
-    """Runs a step that may fail on only some ranks, such as a call of another library.
+    """Runs a step that may fail on only some ranks. Collective over WORLD.
+
+    All ranks learn of a failure, so that none continues alone and waits for the others.
+
+    Args:
+        step: the function to run, for example a call of another library. It must not wait for a
+            peer that has raised an error.
+        arguments: positional arguments of `step`.
+
+    Returns:
+        This rank's result of `step`.
 
     Raises:
         RankFailedError: the step raised on some rank.
@@ -53,7 +72,7 @@ def all_or_none(step: Callable[..., T], *arguments: Any) -> T:
 
 
 def start_together() -> None:
-    """Waits until all ranks have called it."""
+    """Waits until all ranks have called it. Collective over WORLD, which must be initialized."""
     dist.all_reduce(torch.zeros(1))
 
 

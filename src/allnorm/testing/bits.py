@@ -9,7 +9,9 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors have equal shapes, dtypes and bits; a NaN matches any NaN.
+    """Returns whether two tensors have equal shapes, dtypes and bits.
+
+    A NaN matches any NaN; -0.0 and 0.0 differ. Strides and devices do not matter.
 
     Args:
         a: any shape and dtype.
@@ -40,7 +42,15 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "tensor") -> 
 
 
 def describe_difference(actual: Tensor, expected: Tensor) -> str:
-    """Describes the difference for `assert_same_bits`; "" if the tensors have the same bits."""
+    """Describes how two tensors differ.
+
+    Args:
+        actual: any shape and dtype.
+        expected: may be on a different device.
+
+    Returns:
+        The message of `assert_same_bits`; "" if the tensors have the same bits.
+    """
     if same_bits(actual, expected):
         return ""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:

@@ -17,32 +17,42 @@ from torch import Tensor
 
 from allnorm import names
 
-# Words that a transport might use as its "empty" word, neighboring words, and words that might
-# replace these. The library must treat all of them as ordinary data.
 SENTINEL_WORDS = (
     *(0xFFFFFFFF, 0xFFFEFFFE, 0xFFFEFFFF, 0xFFFFFFFE, 0xFFFF0000, 0x0000FFFF),
     *(0x7FFFFFFF, 0x7FFF7FFF, 0x7FFE7FFE, 0x7FC00000, 0x7FC07FC0, 0x7F800001, 0x7F817F81),
     *(0x7C017C01, 0x80000000, 0x80008000, 0x00008000, 0x00000000, 0x00000001, 0x00010001),
     *(0xDEADBEEF, 0xCDCDCDCD, 0xAAAAAAAA, 0x55555555),
 )
+"""32-bit words that a transport might use as its "empty" word, and words that resemble them.
+
+The library must treat all of them as ordinary data.
+"""
 
 SPECIAL_KINDS = (
     *("zeros", "negative_zeros", "mixed_zeros", "denormals", "huge", "nan", "infinity"),
     "opposite_infinities",
 )
+"""The kinds of `special_input`."""
 
 _WORDS_PER_PACK = 4
 
 DTYPES = {name: getattr(torch, name) for name in names.DTYPES}
+"""The dtypes of calls by name: bfloat16, float16 and float32."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """All ranks' inputs for one call, so that each rank can compute the reference alone."""
+    """All ranks' inputs for one call, so that each rank can compute the reference alone.
 
-    xs: tuple[Tensor, ...]  # every rank's partial sums, each [num_tokens, hidden_size]
-    residual: Tensor  # [num_tokens, hidden_size], equal on every rank
-    weight: Tensor  # [hidden_size], weight of the norm
+    Attributes:
+        xs: every rank's partial sums, each `[num_tokens, hidden_size]`.
+        residual: `[num_tokens, hidden_size]`, equal on every rank.
+        weight: `[hidden_size]`, the weight of the norm, equal on every rank.
+    """
+
+    xs: tuple[Tensor, ...]
+    residual: Tensor
+    weight: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Returns the batch with `change` applied to the partial sums and the residual."""
@@ -54,7 +64,15 @@ class Batch:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies every source to its target."""
+    """Copies every source to its target, in place.
+
+    Args:
+        targets: tensors to write.
+        sources: as many tensors, each with the shape of its target; dtypes and devices may differ.
+
+    Raises:
+        ValueError: there are more tensors on one side.
+    """
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
@@ -70,7 +88,17 @@ def make_batch(
 ) -> Batch:
     """Creates random inputs that differ on every rank and depend only on the arguments.
 
-    The inputs are computed on the device. The mean of the weight is `1 - weight_bias`.
+    Every rank can make the batch of all ranks. Not collective.
+
+    Args:
+        num_tokens: number of rows, from 0.
+        hidden_size: number of columns.
+        dtype: bfloat16, float16 or float32, of all tensors.
+        device: device of the results. They are computed there, and different devices give
+            different numbers.
+        world_size: number of ranks; equals the length of `xs`.
+        seed: distinguishes batches.
+        weight_bias: what the call adds to the weight, whose mean is therefore `1 - weight_bias`.
     """
     normal = normal_maker(seed * 1009, device)
     return Batch(
@@ -107,8 +135,8 @@ def rank_input(
     """Creates normal random numbers that depend only on rank, shape, dtype, call and seed.
 
     Args:
-        shape: shape of the result.
-        dtype: float32, float16 or bfloat16.
+        shape: shape of the result, for example `[num_tokens, hidden_size]`.
+        dtype: bfloat16, float16 or float32.
         rank: rank of the input; every process can make every rank's input.
         call: number of the call within a test.
         seed: distinguishes tests.
@@ -122,7 +150,14 @@ def rank_input(
 def all_inputs(
     world_size: int, shape: Sequence[int], dtype: torch.dtype, **options: Any
 ) -> list[Tensor]:
-    """Returns `rank_input` of every rank, in rank order, for `allnorm.reference`."""
+    """Returns `rank_input` of every rank, in rank order, for `allnorm.reference`.
+
+    Args:
+        world_size: number of ranks.
+        shape: shape of each input.
+        dtype: bfloat16, float16 or float32.
+        options: `call`, `seed`, `scale` and `device` of `rank_input`.
+    """
     return [rank_input(shape, dtype, rank, **options) for rank in range(world_size)]
 
 
@@ -136,9 +171,16 @@ def shared_input(
     scale: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Creates random numbers that are equal on every rank, for a residual or a weight.
+    """Creates normal random numbers that are equal on every rank, for a residual or a weight.
 
-    Different names give different numbers. For the other arguments see `rank_input`.
+    Args:
+        shape: shape of the result.
+        dtype: bfloat16, float16 or float32.
+        name: name of the tensor; different names give different numbers.
+        call: number of the call within a test.
+        seed: distinguishes tests.
+        scale: standard deviation.
+        device: device of the result; it is computed on the CPU.
     """
     values = _normal((name, tuple(shape), dtype, call, seed), shape)
     return (values * scale).to(dtype).to(device)
@@ -153,11 +195,19 @@ def special_input(
     call: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Creates an input of one of SPECIAL_KINDS. For the other arguments see `rank_input`.
+    """Creates an input with special values, such as zeros of both signs, NaN or infinities.
 
     "nan" and "infinity" put one such element into every third row, on rank 0 only.
     "opposite_infinities" puts +inf on rank 0 and -inf on rank 1 at the same index. "huge" overflows
     the sum.
+
+    Args:
+        kind: one of SPECIAL_KINDS.
+        shape: shape of the result, with at least one dimension.
+        dtype: bfloat16, float16 or float32.
+        rank: rank of the input; every process can make every rank's input.
+        call: number of the call within a test.
+        device: device of the result; it is computed on the CPU.
 
     Raises:
         ValueError: unknown kind.
@@ -198,13 +248,18 @@ def sentinel_input(
 ) -> Tensor:
     """Creates random data whose 16-byte packs contain every sentinel word in every position.
 
-    Pack `k`, counted over all rows, has word `k mod n` at position `k / n mod 5`; position 4 means
-    all four words. `finite` omits words that hold a NaN or an infinity in this dtype, so that every
-    bit of the outputs can be compared.
+    Of the n words, pack `k`, counted over all rows, has word `k mod n` at position `k / n mod 5`;
+    position 4 means all four words. The pattern is shifted by rank and call, so that these have
+    different words at the same index.
 
-    Rows must consist of whole packs to reach every position. The pattern is shifted by rank and
-    call, so that these have different words at the same index. For the other arguments see
-    `rank_input`.
+    Args:
+        shape: shape of the result; rows must consist of whole packs to reach every position.
+        dtype: bfloat16, float16 or float32.
+        rank: rank of the input; every process can make every rank's input.
+        finite: omit words that hold a NaN or an infinity in this dtype, so that every bit of the
+            outputs can be compared.
+        call: number of the call within a test.
+        device: device of the result; it is computed on the CPU.
     """
     words = torch.tensor(SENTINEL_WORDS, dtype=torch.int64)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -43,7 +43,10 @@ def device() -> torch.device:
 
 
 def report(message: Any) -> None:
-    """Sends a picklable message to the `on_message` of the process that started this rank.
+    """Sends a message to the `on_message` of the process that started this rank. Not collective.
+
+    Args:
+        message: any picklable value.
 
     Raises:
         RuntimeError: this process is not a rank started by this module.

@@ -38,6 +38,7 @@ _DUMP_SECONDS = 0.2
 PRELOADED = ["torch"]
 
 OnMessage = Callable[[int, Any], None]
+"""A function that is called with `(rank, message)` for each `report(message)` of a rank."""
 
 
 class RankError(RuntimeError):
@@ -66,7 +67,25 @@ def run_ranks(
 ) -> list[Any]:
     """Runs `fn(rank, world_size, *args, **kwargs)` in `world_size` new processes.
 
-    Arguments, results and errors are those of `RankPool` and its method `run`.
+    A `RankPool` avoids the seconds that new processes take. A program that calls this at the top
+    level needs `if __name__ == "__main__":`, because the ranks import it.
+
+    Args:
+        fn: a function at the top level of an importable module.
+        world_size: number of ranks.
+        device: "cpu" (gloo) or "cuda" (rank r on GPU r; gloo for CPU tensors, NCCL for CUDA).
+        args: positional arguments, picklable.
+        kwargs: keyword arguments, picklable.
+        timeout: time limit in seconds.
+        on_message: called in this process with `(rank, message)` for each `report(message)`.
+        share_gpus: allow more ranks than GPUs, see `RankPool`.
+
+    Returns:
+        The results of `fn`, in rank order; they must be picklable.
+
+    Raises:
+        ValueError: see `RankPool`.
+        RankError: a rank raised an error, died or timed out.
     """
     with RankPool(world_size, device, timeout=timeout, share_gpus=share_gpus) as pool:
         return pool.run(fn, *args, kwargs=kwargs, on_message=on_message)
@@ -151,7 +170,7 @@ class RankPool:
             may_die: ranks whose process may die during the call; their result is then None.
 
         Returns:
-            The results of `fn`, in rank order.
+            The results of `fn`, in rank order; they must be picklable.
 
         Raises:
             RankError: a rank raised an error, died or timed out.

@@ -27,12 +27,19 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Time per call in microseconds."""
+    """Time per call in microseconds.
+
+    Attributes:
+        p50_us: the median.
+        p90_us: the 90th percentile.
+        p99_us: the 99th percentile.
+        calls: number of timed calls.
+    """
 
     p50_us: float
     p90_us: float
     p99_us: float
-    calls: int  # number of timed calls
+    calls: int
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -83,6 +90,9 @@ def time_cpu(
         budget_s: approximate time of all calls on the slowest rank; the limits above take priority.
         warmup_calls: number of untimed calls beforehand, at least 1.
         group: None is WORLD, or this process alone without torch.distributed.
+
+    Returns:
+        Percentiles over this rank's calls.
     """
     turns = itertools.cycle([fn] if callable(fn) else fn)
     warmup = itertools.islice(turns, max(1, warmup_calls))
@@ -117,7 +127,11 @@ def time_calls(calls: Iterable[Call]) -> list[float]:
 
 
 def calls_per_graph(num_tokens: int) -> int:
-    """Returns the calls per graph: enough that differences in ranks' start times do not matter."""
+    """Returns the calls per graph: enough that differences in ranks' start times do not matter.
+
+    Args:
+        num_tokens: rows per call; the more rows, the longer a call, the fewer calls.
+    """
     if num_tokens <= 256:
         return 200
     return 20 if num_tokens <= 1024 else 5
@@ -134,6 +148,9 @@ def capture(
 
     Args:
         inside: context in which to capture, entered before the capture starts.
+
+    Yields:
+        The graph; it can be replayed after the block.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -176,6 +193,9 @@ def time_cuda_graph(
         replays: number of timed replays; use at least 25 for published results.
         warmup_replays: number of untimed replays beforehand.
         warmup_calls: number of eager calls of each function before the capture.
+
+    Returns:
+        Percentiles over this rank's replays; `calls` counts all replayed calls.
     """
     calls = calls_per_graph(num_tokens)
     for fn in [*fns] * warmup_calls:
