@@ -1,4 +1,4 @@
-// The C ABI of the CUDA backend: checks arguments and calls the backend.
+// The C ABI of the GPU backends: checks arguments and calls the backend.
 #include <cstdint>
 #include <new>
 #include <string>
@@ -13,8 +13,8 @@
 #ifndef ALLNORM_VERSION
 #define ALLNORM_VERSION "unknown"
 #endif
-#ifndef ALLNORM_CUDA_ARCHITECTURES
-#define ALLNORM_CUDA_ARCHITECTURES "unknown"
+#ifndef ALLNORM_GPU_ARCHITECTURES
+#define ALLNORM_GPU_ARCHITECTURES "unknown"
 #endif
 
 struct AllnormComm {
@@ -28,11 +28,10 @@ using allnorm::fail;
 
 const char* allnorm_build_info(void) {
   static const std::string info =
-      std::string("{\"backend\": \"cuda\", \"version\": \"" ALLNORM_VERSION "\", \"commit\": \"") +
-      allnorm::built_commit() + "\", \"abi_version\": " + std::to_string(ALLNORM_ABI_VERSION) +
-      ", \"nvcc\": \"" + std::to_string(__CUDACC_VER_MAJOR__) + "." +
-      std::to_string(__CUDACC_VER_MINOR__) +
-      "\", \"architectures\": \"" ALLNORM_CUDA_ARCHITECTURES "\"}";
+      std::string("{\"backend\": \"") + allnorm::kBackend +
+      "\", \"version\": \"" ALLNORM_VERSION "\", \"commit\": \"" + allnorm::built_commit() +
+      "\", \"abi_version\": " + std::to_string(ALLNORM_ABI_VERSION) + ", " +
+      allnorm::device_compiler() + ", \"architectures\": \"" ALLNORM_GPU_ARCHITECTURES "\"}";
   return info.c_str();
 }
 

@@ -118,7 +118,7 @@ Start choose_start(cudaStream_t stream, const Captured& captured) {
   return Start::kLetIn;
 }
 
-bool set_start(cudaStream_t stream, Start start) {
+bool set_start([[maybe_unused]] cudaStream_t stream, [[maybe_unused]] Start start) {
 #if CUDART_VERSION >= 13000
   Captured captured;
   if (get_captured(stream, &captured) == cudaSuccess && captured.num_nodes == 1) {

@@ -94,7 +94,8 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
   }
   int32_t status = ALLNORM_OK;
   if (call.num_tokens > 0) {  // without rows no memory is accessed
-    status = check_width(device_, call);
+    status = check_format(device_, call);
+    if (status == ALLNORM_OK) status = check_width(device_, call);
     if (status == ALLNORM_OK)
       status = check_alignment(call, held_rows(config_, call), owned_rows(config_, call));
   }

@@ -175,19 +175,29 @@ int32_t query_device(int index, Device* device) {
   // A translation unit of kernels is loaded, and compiled by the driver, as a whole.
   device->code = INT_MAX;
   for (const int dtype : {ALLNORM_FLOAT32, ALLNORM_FLOAT16, ALLNORM_BFLOAT16}) {
-    cudaFuncAttributes attributes;
-    const int32_t status = cuda_status(
-        cudaFuncGetAttributes(&attributes, find_kernel(dtype, {.kind = KernelKind::kLocalAny,
-                                                               .world_size = 1,
-                                                               .format = RowFormat::kPlain,
-                                                               .needs = kBasic})),
-        "loading the kernels, which must have been compiled for this device,");
+    int code = 0;
+    const int32_t status =
+        cuda_status(query_code(find_kernel(dtype, {.kind = KernelKind::kLocalAny,
+                                                   .world_size = 1,
+                                                   .format = RowFormat::kPlain,
+                                                   .needs = kBasic}),
+                               device->capability, &code),
+                    "loading the kernels, which must have been compiled for this device,");
     if (status != ALLNORM_OK) return status;
-    device->code = std::min({device->code, attributes.ptxVersion, attributes.binaryVersion});
+    device->code = std::min(device->code, code);
   }
-  device->has_clusters = device->launches_dependents = device->code >= kClusterCode;
+  device->has_clusters = device->launches_dependents = kHasClusters && device->code >= kClusterCode;
   known.emplace(index, *device);
   return ALLNORM_OK;
+}
+
+int32_t check_format(const Device& device, const AllnormCall& call) {
+  if (!is_quantized(call) || reads_e4m3fn(device.capability)) return ALLNORM_OK;
+  return fail(ALLNORM_UNSUPPORTED,
+              "quant is %d; expected none on device %d (%d.%d): its matrix instructions read "
+              "e4m3fnuz, and results are e4m3fn. Call without quant, and quantize the normed rows "
+              "to e4m3fnuz",
+              call.quant, device.index, device.capability / 10, device.capability % 10);
 }
 
 int32_t check_width(const Device& device, const AllnormCall& call) {
@@ -196,15 +206,16 @@ int32_t check_width(const Device& device, const AllnormCall& call) {
     return fail(
         ALLNORM_UNSUPPORTED,
         "a row has %lld bytes; expected at most %lld with the kernels on device %d: they were "
-        "compiled for %d.%d, and clusters of blocks need 9.0",
+        "compiled for %d.%d, and %s",
         static_cast<long long>(row_bytes), static_cast<long long>(max_row_bytes(device)),
-        device.index, device.code / 10, device.code % 10);
+        device.index, device.code / 10, device.code % 10, kWithoutClusters);
   }
   if (call.cluster_size > 1 && !device.has_clusters) {
     return fail(ALLNORM_UNSUPPORTED,
                 "cluster_size is %d; expected 0 or 1: the kernels on device %d were compiled for "
-                "%d.%d, and clusters need 9.0",
-                call.cluster_size, device.index, device.code / 10, device.code % 10);
+                "%d.%d, and %s",
+                call.cluster_size, device.index, device.code / 10, device.code % 10,
+                kWithoutClusters);
   }
   const int cluster_size = call.cluster_size == 0 ? kMaxClusterSize : call.cluster_size;
   const int num_threads = threads_of(row_bytes / kPackBytes, cluster_size);
@@ -230,6 +241,7 @@ int32_t launch_without_rows(const Device& device, const AllnormCall& call, int w
 }
 
 int32_t launch_local(const Device& device, const AllnormCall& call) {
+  if (const int32_t status = check_format(device, call)) return status;
   const int64_t bytes = element_bytes(call.dtype);
   const int64_t packs = (call.hidden_size * bytes + kPackBytes - 1) / kPackBytes;
   const LocalParams params = {

@@ -29,6 +29,8 @@ int32_t query_device(int index, Device* device);
 inline int64_t max_row_bytes(const Device& device) {
   return int64_t{kPackBytes} * kMaxThreads * (device.has_clusters ? kMaxClusterSize : 1);
 }
+// Returns ALLNORM_UNSUPPORTED if the device cannot use quantized results.
+int32_t check_format(const Device& device, const AllnormCall& call);
 // Returns ALLNORM_UNSUPPORTED if a row or the launch options exceed the kernels' limits.
 int32_t check_width(const Device& device, const AllnormCall& call);
 

@@ -1,5 +1,5 @@
-// Tests the host side of the CUDA backend with the fake runtime: failures of CUDA functions, code
-// compiled for older devices, alignment, graphs, and the calls before and after exchanges between
+// Tests the host side of the GPU backends with the fake runtimes of CUDA and HIP: failures of their
+// functions, loaded code, alignment, graphs, and the calls before and after exchanges between
 // islands.
 #include "abi/tag.h"
 #include "protocol/call_tag.h"
@@ -291,17 +291,19 @@ void check_code(const Code& code) {
   fake::reset();
   fake::set_device(code.device, code.capability, code.ptx, code.binary);
   cudaSetDevice(code.device);  // the fake's tensors are on the current device
-  const bool whole = code.expected >= 90;
+  const bool whole = kHasClusters && code.expected >= 90;
+  const int64_t widest = whole ? 64 << 10 : int64_t{kPackBytes} * kMaxThreads;
   AllnormDeviceCode found = {};
   check(allnorm_device_code(code.device, &found) == ALLNORM_OK &&
             found.capability == code.capability && found.compiled_for == code.expected &&
-            found.max_row_bytes == (whole ? 64 << 10 : 8 << 10),
+            found.max_row_bytes == widest,
         "device %d: %d, compiled for %d, rows of %lld bytes", code.device, found.capability,
         found.compiled_for, static_cast<long long>(found.max_row_bytes));
   Rank rank;
   rank.config.device = code.device;
   check(rank.open() == ALLNORM_OK, "open: %s", allnorm_last_error());
   const int asked = fake::calls_of("cudaFuncGetAttributes");
+  const char* const narrow = kHasClusters ? "compiled for 8.0" : "have no clusters";
   bool clusters = false, dependents = false;
   for (const int64_t hidden_size : {64, 4096, 4104, 8192, 32768, 32776}) {
     for (const int64_t num_tokens : {1, 40, 300}) {
@@ -315,7 +317,7 @@ void check_code(const Code& code) {
               static_cast<long long>(hidden_size), status, allnorm_last_error());
         if (!fits) {
           check(launches().size() == before, "a row that does not fit was launched");
-          check(row_bytes > 64 << 10 || error_has("compiled for 8.0"), "the error is: %s",
+          check(row_bytes > 64 << 10 || error_has(narrow), "the error is: %s",
                 allnorm_last_error());
         }
         for (size_t i = before; i < launches().size(); ++i) {
@@ -336,12 +338,14 @@ void check_code(const Code& code) {
 }
 
 TEST(loaded_code) {
-  for (const Code& code :
-       {Code{2, 90, 90, 90, 90}, Code{3, 90, 80, 90, 80}, Code{4, 90, 80, 80, 80},
-        Code{5, 80, 80, 80, 80}, Code{6, 100, 90, 100, 90}, Code{7, 100, 80, 100, 80},
-        Code{8, 100, 100, 100, 100}}) {
-    check_code(code);
-  }
+  // Of HIP's code objects, only those of the very device can be loaded.
+  const std::vector<Code> codes =
+      kHasClusters
+          ? std::vector<Code>{{2, 90, 90, 90, 90},    {3, 90, 80, 90, 80},   {4, 90, 80, 80, 80},
+                              {5, 80, 80, 80, 80},    {6, 100, 90, 100, 90}, {7, 100, 80, 100, 80},
+                              {8, 100, 100, 100, 100}}
+          : std::vector<Code>{{2, 94, 0, 0, 94}, {3, 95, 0, 0, 95}};
+  for (const Code& code : codes) check_code(code);
   // The library has no code for the device at all.
   fake::reset();
   const int alive = fake::num_alive();
@@ -352,6 +356,46 @@ TEST(loaded_code) {
         allnorm_last_error());
   check(fake::num_alive() == alive, "an object is left");
   check(rank.open() == ALLNORM_OK, "a failure was cached: %s", allnorm_last_error());
+}
+
+// Peers store into a workspace while kernels poll it.
+TEST(workspaces_are_uncached) {
+  fake::reset();
+  void* address = nullptr;
+  AllnormIpcHandle handle = {};
+  check(allnorm_ipc_create(0, kBytes, &address, &handle) == ALLNORM_OK, "create: %s",
+        allnorm_last_error());
+  check(fake::is_uncached(address), "a workspace is cached");
+  check(allnorm_ipc_free(0, 0, 0, address) == ALLNORM_OK, "free: %s", allnorm_last_error());
+}
+
+// Where e4m3 means e4m3fnuz, every rank refuses to quantize, and can make other calls.
+TEST(other_e4m3) {
+  for (const int capability : {94, 95}) {
+    fake::reset();
+    const int device = capability;  // a number of its own, because properties are cached
+    fake::set_device(device, capability, capability, capability);
+    cudaSetDevice(device);
+    Rank rank;
+    rank.config.device = device;
+    check(rank.open() == ALLNORM_OK, "open: %s", allnorm_last_error());
+    const bool refused = !kHasClusters && capability == 94;
+    AllnormCall call = rank.norm(nullptr, 4);
+    call.quant = ALLNORM_QUANT_PER_TOKEN;
+    call.quantized = Rank::tensor(5);
+    call.scale = Rank::tensor(6);
+    call.scale_row_stride = call.scale_group_stride = 1;
+    for (const bool local : {false, true}) {
+      const size_t before = launches().size();
+      const int32_t status = local ? allnorm_local(&call) : rank.run(call);
+      check(status == (refused ? ALLNORM_UNSUPPORTED : ALLNORM_OK), "%d, local %d: status %d, %s",
+            capability, local, status, allnorm_last_error());
+      check(!refused || error_has("e4m3fnuz"), "the error is: %s", allnorm_last_error());
+      check(refused == (launches().size() == before), "%d was launched", capability);
+    }
+    check(rank.run(nullptr) == ALLNORM_OK, "a refusal broke the communicator: %s",
+          allnorm_last_error());
+  }
 }
 
 // ---- alignment

@@ -50,8 +50,9 @@ CSRC_FOREIGN = {
 CSRC_CONFINED = {
     r"\basm\b|__asm__": {"gpu/cuda/memory.cuh", "cpu/memory.h"},
     r"<<<|\bcudaLaunch\w+": {
-        *("gpu/launch.cu", "tests/fake_cuda/cuda_runtime.h"),
-        *("tests/fake_cuda/fake.cpp", "tests/fake_cuda/streams.cpp"),
+        *("gpu/launch.cu", "gpu/hip/runtime.h"),
+        *("tests/fake_cuda/cuda_runtime.h", "tests/fake_cuda/only_cuda.cpp"),
+        "tests/fake_cuda/fake.cpp",
     },
     r"\bgetenv\b": set(),  # only config.py reads the environment
     # These count references like the CPython of the headers, not like the running one.

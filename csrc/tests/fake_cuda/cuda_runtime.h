@@ -26,7 +26,6 @@ enum cudaError_t {
 typedef struct FakeStream* cudaStream_t;
 typedef struct FakeEvent* cudaEvent_t;
 typedef struct FakeGraph* cudaGraph_t;
-typedef struct FakeGraphExec* cudaGraphExec_t;
 typedef struct FakeNode* cudaGraphNode_t;
 typedef void (*cudaHostFn_t)(void*);
 #define cudaStreamLegacy (reinterpret_cast<cudaStream_t>(1))
@@ -45,7 +44,7 @@ enum cudaStreamCaptureMode {
   cudaStreamCaptureModeThreadLocal,
   cudaStreamCaptureModeRelaxed,
 };
-enum { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
 enum { cudaEventDisableTiming = 2 };
 enum { cudaIpcMemLazyEnablePeerAccess = 1 };
 enum { cudaMemoryTypeDevice = 2, cudaMemoryTypeManaged = 3 };
@@ -120,7 +119,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 
 cudaError_t cudaMalloc(void** address, size_t bytes);
 cudaError_t cudaFree(void* address);
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int kind);
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
 cudaError_t cudaMemset(void* address, int value, size_t bytes);
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned flags);
@@ -130,9 +129,8 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address);
 cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsigned flags);
 cudaError_t cudaIpcCloseMemHandle(void* address);
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind,
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
-cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority);
@@ -148,23 +146,17 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
 cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t* nodes,
                                                 const cudaGraphEdgeData* edges, size_t num_nodes,
                                                 unsigned flags);
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream);
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 
-cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type);
 cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* nodes,
                                          cudaGraphEdgeData* edges, size_t* num_nodes);
 cudaError_t cudaGraphKernelNodeGetAttribute(cudaGraphNode_t node, int id,
                                             cudaKernelNodeAttrValue* value);
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph);
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
-cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,

@@ -40,16 +40,14 @@ int calls_of(const char* name) { return state().calls[name]; }
 
 void launch_foreign(cudaStream_t stream, bool dependent) {
   static const Kernel kernel = {.dtype = 0, .is_local = true, .key = {}};
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  cudaLaunchKernelExC(&config, &kernel, nullptr);
+  Launch launch = {};
+  launch.stream = stream;
+  launch.num_blocks = launch.cluster_size = 1;
+  launch.dependent = dependent;
+  launch_kernel(launch, &kernel, nullptr);
 }
 
+bool is_uncached(const void* address) { return !state().cached.contains(address); }
 int violations() { return state().violations; }
 const char* last_violation() { return state().violation.c_str(); }
 int num_alive() {
@@ -65,19 +63,6 @@ int current_device() { return state().device; }
 
 namespace {
 
-// Fails if any stream is being captured, and makes all captures invalid.
-cudaError_t forbidden_in_captures() {
-  bool any = false;
-  for (const auto& capture : state().captures) any |= std::exchange(capture->valid, false);
-  return give(any ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
-}
-
-template <class T>
-cudaError_t allocate(std::set<void*>& where, T** address, size_t bytes) {
-  *address = static_cast<T*>(aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
-  where.insert(*address);
-  return cudaSuccess;
-}
 cudaError_t deallocate(std::set<void*>& where, void* address) {
   if (where.erase(address) == 0) {
     violate("memory was freed twice or never allocated");
@@ -88,6 +73,18 @@ cudaError_t deallocate(std::set<void*>& where, void* address) {
 }
 
 }  // namespace
+
+cudaError_t forbidden_in_captures() {
+  bool any = false;
+  for (const auto& capture : state().captures) any |= std::exchange(capture->valid, false);
+  return give(any ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
+}
+
+cudaError_t allocate_memory(std::set<void*>& where, void** address, size_t bytes) {
+  *address = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  where.insert(*address);
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetLastError() {
   const cudaError_t error = state().last_error;
@@ -126,21 +123,20 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
   MAY_FAIL();
-  *attributes = {cudaMemoryTypeDevice, state().device};
+  *attributes = {};
+  attributes->type = cudaMemoryTypeDevice;
+  attributes->device = state().device;
   return cudaSuccess;
 }
 
-cudaError_t cudaMalloc(void** address, size_t bytes) {
-  MAY_FAIL_OR_BREAK_CAPTURES();
-  return allocate(state().device_memory, address, bytes);
-}
 cudaError_t cudaFree(void* address) { return deallocate(state().device_memory, address); }
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   MAY_FAIL_OR_BREAK_CAPTURES();
   memcpy(to, from, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t handle) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t handle) {
   MAY_FAIL();
   stream_of(handle);
   memcpy(to, from, bytes);
@@ -156,10 +152,6 @@ cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t
   FakeStream& stream = stream_of(handle);
   if (stream.point.capture == nullptr) memset(address, value, bytes);
   return cudaSuccess;
-}
-cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
-  MAY_FAIL();
-  return allocate(state().host_memory, address, bytes);
 }
 cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
   MAY_FAIL();
@@ -179,7 +171,7 @@ cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t, unsigned) {
   // Like CUDA, this may write the result even if it fails.
   *address = reinterpret_cast<void*>(8);
   MAY_FAIL();
-  return allocate(state().mapped, address, 1 << 16);
+  return allocate_memory(state().mapped, address, 1 << 16);
 }
 cudaError_t cudaIpcCloseMemHandle(void* address) {
   const bool failed = fails(__func__);

@@ -5,6 +5,10 @@
 // destroyed stream continues, an event recorded in a capture belongs to that capture, and breaking
 // the rules of captures invalidates them. Using a destroyed stream ends a real process; here it
 // counts as a violation.
+//
+// The same files are compiled a second time as a fake of HIP's runtime: csrc/gpu/hip/runtime.h and
+// csrc/tests/fake_hip replace CUDA's headers, and only_hip.cpp replaces only_cuda.cpp. Functions
+// are counted, and made to fail, under CUDA's names in both.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,6 +19,18 @@
 
 #include "gpu/kernels.h"
 #include "gpu/params.h"
+#include "runtime.h"
+
+// ---- the functions that only tests call
+
+typedef struct FakeGraphExec* cudaGraphExec_t;
+cudaError_t cudaStreamCreate(cudaStream_t* stream);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 
 namespace allnorm::fake {
 
@@ -63,6 +79,9 @@ void launch_foreign(cudaStream_t stream, bool dependent);
 
 // The name of the function that launches kernels.
 extern const char* const kLaunch;
+
+// Whether the memory at an address was allocated without caching; always true for CUDA.
+bool is_uncached(const void* address);
 
 // The number of uses of destroyed streams, events and memory.
 int violations();

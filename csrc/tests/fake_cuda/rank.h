@@ -110,4 +110,34 @@ inline void follow(cudaStream_t next, cudaStream_t stream) {
   cudaEventDestroy(event);
 }
 
+// Checks that each launch is ordered after all earlier launches of the same kind: eager after
+// eager, captured after those of the same capture.
+inline void check_order(const char* what) {
+  for (size_t later = 0; later < fake::launches().size(); ++later) {
+    for (size_t earlier = 0; earlier < later; ++earlier) {
+      if (fake::launches()[earlier].capture != fake::launches()[later].capture) continue;
+      check(fake::launches()[later].before.contains(fake::launches()[earlier].number),
+            "%s: call %zu does not come after call %zu (captures %llu)", what, later, earlier,
+            fake::launches()[later].capture);
+    }
+  }
+  check(fake::violations() == 0, "%s: %s", what, fake::last_violation());
+}
+
+// A communicator whose calls must be ordered when the scene ends.
+struct Scene {
+  explicit Scene(const char* name) : name(name) {
+    fake::reset();
+    check(rank.open() == ALLNORM_OK, "%s: %s", name, allnorm_last_error());
+  }
+  ~Scene() { check_order(name); }
+  void run(cudaStream_t stream) {
+    const int32_t status = rank.run(stream);
+    check(status == ALLNORM_OK, "%s: status %d: %s", name, status, allnorm_last_error());
+  }
+
+  const char* name;
+  Rank rank;
+};
+
 }  // namespace allnorm::testing

@@ -68,7 +68,7 @@ struct Session {
 };
 struct State : Session {
   struct Code {
-    int capability = 90, ptx = 90, binary = 90;
+    int capability = allnorm::kHasClusters ? 90 : 95, ptx = 90, binary = 90;
   };
   std::map<int, Code> code;  // keyed by device
   FakeStream default_stream;
@@ -76,6 +76,7 @@ struct State : Session {
   std::vector<FakeStream*> free_streams;
   std::set<FakeEvent*> events;
   std::set<void*> device_memory, host_memory, mapped;
+  std::set<const void*> cached;  // device memory of HIP that is not uncached
   unsigned long long num_captures = 0;
 };
 inline State& state() {
@@ -88,9 +89,14 @@ inline cudaError_t give(cudaError_t error) {
   return error;
 }
 
+// Returns CUDA's name of a function.
+inline std::string name_in_cuda(const std::string& name) {
+  return name.starts_with("hip") ? "cuda" + name.substr(3) : name;
+}
 // Counts a call of the function `name`, and returns whether fail_nth() makes this call fail.
-inline bool fails(const char* name) {
+inline bool fails(const char* function) {
   State& s = state();
+  const std::string name = name_in_cuda(function);
   ++s.calls[name];
   if (s.until_failure < 0 || (!s.failing.empty() && s.failing != name)) return false;
   if (s.until_failure > 0) {
@@ -107,6 +113,19 @@ inline bool fails(const char* name) {
 #define MAY_FAIL_OR_BREAK_CAPTURES() \
   MAY_FAIL();                        \
   if (const cudaError_t error = forbidden_in_captures()) return error
+
+// Fails if any stream is being captured, and makes all captures invalid.
+cudaError_t forbidden_in_captures();
+
+// What the functions do that have different parameters in CUDA and HIP.
+cudaError_t allocate_memory(std::set<void*>& where, void** address, size_t bytes);
+cudaError_t capture_of(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                       cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* num_nodes);
+// Sets or adds predecessors of a captured stream's next node.
+cudaError_t set_predecessors(cudaStream_t stream, cudaGraphNode_t* nodes, size_t num_nodes,
+                             bool replace, cudaGraphEdgeData edge);
+// Launches a kernel. `launch`: its stream, number of blocks, cluster size and attribute.
+cudaError_t launch_kernel(allnorm::fake::Launch launch, const void* kernel, void** arguments);
 
 inline void violate(const char* what) {
   ++state().violations;

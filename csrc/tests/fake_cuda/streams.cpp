@@ -38,16 +38,6 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(now, *mode);
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  const cudaError_t error = cudaStreamCreateWithFlags(stream, flags);
-  if (error == cudaSuccess) (*stream)->priority = priority;
-  return error;
-}
-cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
-  MAY_FAIL();
-  *priority = stream_of(handle).priority;
-  return cudaSuccess;
-}
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   stream_of(handle);
   return cudaSuccess;
@@ -80,13 +70,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
   MAY_FAIL();
-  return cudaStreamGetCaptureInfo(handle, status);
+  return capture_of(handle, status, nullptr, nullptr, nullptr, nullptr);
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
-                                     unsigned long long* id, cudaGraph_t* graph,
-                                     const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
-                                     size_t* num_nodes) {
-  MAY_FAIL();
+cudaError_t capture_of(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
+                       cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* num_nodes) {
   FakeStream& stream = stream_of(handle);
   const Capture* const capture = stream.point.capture;
   *status = capture == nullptr ? cudaStreamCaptureStatusNone
@@ -95,25 +82,22 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
   if (capture == nullptr) return cudaSuccess;
   if (id != nullptr) *id = capture->id;
   if (graph != nullptr) *graph = capture->graph;
-  if (edges != nullptr) *edges = nullptr;
   stream.returned.assign(stream.point.nodes.begin(), stream.point.nodes.end());
   if (nodes != nullptr) *nodes = stream.returned.data();
   if (num_nodes != nullptr) *num_nodes = stream.returned.size();
   return cudaSuccess;
 }
-cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t handle, cudaGraphNode_t* nodes,
-                                                const cudaGraphEdgeData* edges, size_t num_nodes,
-                                                unsigned flags) {
-  MAY_FAIL();
+cudaError_t set_predecessors(cudaStream_t handle, cudaGraphNode_t* nodes, size_t num_nodes,
+                             bool replace, cudaGraphEdgeData edge) {
   FakeStream& stream = stream_of(handle);
   Capture* const capture = stream.point.capture;
   if (capture == nullptr || !capture->valid) return give(cudaErrorStreamCaptureInvalidated);
   for (size_t i = 0; i < num_nodes; ++i) {
     if (nodes[i]->launch.capture != capture->id) return give(cudaErrorInvalidValue);
   }
-  if (flags == cudaStreamSetCaptureDependencies) stream.point.nodes.clear();
+  if (replace) stream.point.nodes.clear();
   stream.point.nodes.insert(nodes, nodes + num_nodes);
-  stream.point.edge = edges == nullptr ? cudaGraphEdgeData{} : edges[0];
+  stream.point.edge = edge;
   return cudaSuccess;
 }
 
@@ -205,62 +189,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
   return cudaSuccess;
 }
 
-// ---- driver
-
-namespace {
-
-// Each device has one context.
-CUcontext context_of(int device) {
-  return reinterpret_cast<CUcontext>(static_cast<uintptr_t>(device + 1));
-}
-CUresult get_params(CUgraphNode node, CUDA_KERNEL_NODE_PARAMS* params) {
-  if (fails("cuGraphKernelNodeGetParams")) return CUDA_ERROR_INVALID_VALUE;
-  params->ctx = context_of(node->device);
-  return CUDA_SUCCESS;
-}
-CUresult get_current(CUcontext* context) {
-  *context = context_of(state().device);
-  return CUDA_SUCCESS;
-}
-
-}  // namespace
-
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned,
-                                             cudaDriverEntryPointQueryResult* result) {
-  *function = strcmp(name, "cuCtxGetCurrent") == 0 ? reinterpret_cast<void*>(get_current)
-                                                   : reinterpret_cast<void*>(get_params);
-  *result = cudaDriverEntryPointSuccess;
-  return cudaSuccess;
-}
-
 // ---- graphs
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete graph;
-  return cudaSuccess;
-}
-cudaError_t cudaGraphNodeGetType(cudaGraphNode_t, cudaGraphNodeType* type) {
-  MAY_FAIL();
-  *type = cudaGraphNodeTypeKernel;
-  return cudaSuccess;
-}
-cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* nodes,
-                                         cudaGraphEdgeData* edges, size_t* num_nodes) {
-  MAY_FAIL();
-  *num_nodes = node->dependencies.size();
-  if (nodes == nullptr) return cudaSuccess;
-  for (size_t i = 0; i < *num_nodes; ++i) {
-    nodes[i] = node->dependencies[i];
-    edges[i] = node->launch.edge;
-    if (node->launch.dependent) edges[i].type = cudaGraphDependencyTypeProgrammatic;
-  }
-  return cudaSuccess;
-}
-cudaError_t cudaGraphKernelNodeGetAttribute(cudaGraphNode_t node, int id,
-                                            cudaKernelNodeAttrValue* value) {
-  MAY_FAIL();
-  if (id != cudaKernelNodeAttributePriority) return give(cudaErrorInvalidValue);
-  value->priority = node->priority;
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph) {
@@ -317,44 +249,19 @@ const void* probe_kernel() {
 }
 }  // namespace allnorm
 
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  MAY_FAIL();
-  const State::Code& code = state().code[state().device];
-  *attributes = {code.ptx, code.binary};
-  return cudaSuccess;
-}
-cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
-                                           const cudaLaunchConfig_t* config) {
-  MAY_FAIL();
-  *clusters = 132 / static_cast<int>(config->gridDim.x);
-  return cudaSuccess;
-}
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   MAY_FAIL();
   *blocks = 1;
   return cudaSuccess;
 }
 
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
-                                void** arguments) {
-  MAY_FAIL();
+cudaError_t launch_kernel(Launch launch, const void* kernel, void** arguments) {
+  if (fails(allnorm::fake::kLaunch)) return give(cudaErrorMemoryAllocation);
   State& s = state();
-  FakeStream& stream = stream_of(config->stream);
-  Launch launch = {};
+  FakeStream& stream = stream_of(launch.stream);
   launch.kernel = static_cast<const Kernel*>(kernel);
   if (!launch.kernel->is_local) {
     launch.params = *static_cast<const allnorm::FusedParams*>(arguments[0]);
-  }
-  launch.stream = config->stream;
-  launch.cluster_size = 1;
-  launch.num_blocks = config->gridDim.x;
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    const cudaLaunchAttribute& attribute = config->attrs[i];
-    if (attribute.id == cudaLaunchAttributeClusterDimension) {
-      launch.cluster_size = attribute.val.clusterDim.x;
-    } else {
-      launch.dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
-    }
   }
   launch.number = s.num_launches++;
   Point& point = stream.point;

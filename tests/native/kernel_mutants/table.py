@@ -126,6 +126,8 @@ FAULTS = (
     # The probe of a new workspace.
     _wrong("last_peer_not_probed", " of rank ", test="cuda_probe_test"),
     _wrong("probe_word_of_another", " of rank ", test="cuda_probe_test"),
+    # The host side under HIP's names.
+    _wrong("hip_cached_workspace", "a workspace is cached", test="hip_host_calls_test"),
     # The CPU backend.
     _access("cpu_published_relaxed", "cpu_accesses_test"),
     _access("cpu_published_before_rows", "cpu_accesses_test"),
