@@ -111,7 +111,7 @@ def capabilities() -> dict[str, Any]:
     from allnorm import config
 
     backends: dict[str, Any] = {}
-    for backend in ("cpu", "cuda"):
+    for backend in ("cpu", _native.gpu_backend()):
         try:
             backends[backend] = _native.library(backend).build_info()
         except NativeLibraryError as error:

@@ -6,6 +6,7 @@
 | `ALLNORM_TIMEOUT_SECONDS` | `Communicator(timeout=)`           |
 | `ALLNORM_DISABLE`         | turns the plugins off              |
 | `ALLNORM_TUNING_DIR`      | `Communicator(tuning_dir=)`        |
+| `ALLNORM_HIP`             | allows the preview for AMD GPUs    |
 
 `ALLNORM_DISABLE=1` disables the plugins of serving engines. It does not affect calls of the
 library's own API.
@@ -37,7 +38,7 @@ _ALIKE = 0.74
 _ignored: set[str] = set()
 _KNOWN = (
     *("ALLNORM_WORKSPACE_BYTES", "ALLNORM_TIMEOUT_SECONDS"),
-    *("ALLNORM_DISABLE", "ALLNORM_TUNING_DIR"),
+    *("ALLNORM_DISABLE", "ALLNORM_TUNING_DIR", "ALLNORM_HIP"),
 )
 
 
@@ -49,6 +50,7 @@ class Settings:
     timeout: datetime.timedelta | None = None
     disabled: bool = False
     tuning_dir: pathlib.Path | None = None
+    hip: bool = False
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -66,6 +68,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         timeout=None if seconds is None else duration(seconds),
         disabled=_switch(environ, "ALLNORM_DISABLE"),
         tuning_dir=_folder(environ, "ALLNORM_TUNING_DIR"),
+        hip=_switch(environ, "ALLNORM_HIP"),
     )
 
 

@@ -43,7 +43,7 @@ CSRC_LEAF = {path.name for path in (CSRC / "gpu" / "cuda").iterdir()}
 CSRC_FOREIGN = {
     r"(torch|ATen|c10|pybind11)/": r"(?!)",
     r"Python\.h": r"python/ref\.h",
-    r"cuda": r"gpu/cuda/|tests/fake_cuda/|protocol/numerics\.h",
+    r"cuda": r"gpu/cuda/|tests/fake_(cuda|hip)/|protocol/numerics\.h",
 }
 
 # Maps a pattern to the files of csrc in which it may occur.

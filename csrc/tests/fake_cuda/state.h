@@ -77,6 +77,8 @@ struct State : Session {
   std::set<FakeEvent*> events;
   std::set<void*> device_memory, host_memory, mapped;
   std::set<const void*> cached;  // device memory of HIP that is not uncached
+  // Kernels of a library that has registered them with HIP's runtime, keyed by handle.
+  std::map<const void*, allnorm::fake::Kernel> registered;
   unsigned long long num_captures = 0;
 };
 inline State& state() {

@@ -259,7 +259,9 @@ cudaError_t launch_kernel(Launch launch, const void* kernel, void** arguments) {
   if (fails(allnorm::fake::kLaunch)) return give(cudaErrorMemoryAllocation);
   State& s = state();
   FakeStream& stream = stream_of(launch.stream);
-  launch.kernel = static_cast<const Kernel*>(kernel);
+  const auto registered = s.registered.find(kernel);
+  launch.kernel =
+      registered != s.registered.end() ? &registered->second : static_cast<const Kernel*>(kernel);
   if (!launch.kernel->is_local) {
     launch.params = *static_cast<const allnorm::FusedParams*>(arguments[0]);
   }

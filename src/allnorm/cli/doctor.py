@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 import allnorm
 from allnorm import topology
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp
-from allnorm.core import _native
+from allnorm.core import _native, hip
 from allnorm.testing import run_ranks
 from allnorm.topology import Machine
 from allnorm.verify import doctor as ranks_doctor
@@ -40,6 +41,21 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     console.print(output.facts("Software", _software(machine, capabilities)))
     console.print(output.facts("CPU", _cpu(machine)))
     _print_gpus(console, machine, capabilities)
+    steps = list(hip.steps(size)) if where == "cuda" and hip.is_used() else []
+    if steps:
+        console.print(output.facts("Preview for AMD GPUs", map(_step, steps)))
+    missing = next((step for step in steps if step.remedy), None)
+    preview = [dataclasses.asdict(step) for step in steps]
+    if missing is not None:
+        known = {
+            "machine": dataclasses.asdict(machine),
+            "capabilities": capabilities,
+            "preview": preview,
+            "backend": where,
+            **output.provenance(),
+        }
+        output.append_json_lines(json, [known])
+        output.fail(f"the preview for AMD GPUs is closed here. {missing.name}: {missing.remedy}")
     with output.progress(f"doctor, {output.ranks(size)}") as show:
         found = run_ranks(ranks_doctor.run, size, device=where, args=(where,), on_message=show)[0]
     plans = [
@@ -58,7 +74,7 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
     copy_gbps = _peer_copy_gbps(machine) if where == "cuda" else None
     console.print(output.facts("Measured", _measured(found, size, where, copy_gbps)))
     if found["old_code"]:
-        built_for = capabilities["backends"]["cuda"].get("architectures", "unknown")
+        built_for = capabilities["backends"][_native.gpu_backend()].get("architectures", "unknown")
         console.print(output.bad(_OLD_CODE.format(built_for)))
     row = {
         "machine": dataclasses.asdict(machine),
@@ -66,6 +82,7 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
         "backend": where,
         "world_size": size,
         "copy_gbps": copy_gbps,
+        "preview": preview,
         **found,
         **output.provenance(),
     }
@@ -74,6 +91,12 @@ def doctor(tp: Tp = "", device: Device = "auto", json: Json = None) -> None:
         output.fail(found["error"])
     text = f"OK: results are bit-identical to the reference ({output.ranks(size)} on {where})"
     console.print(output.ok(text))
+
+
+def _step(step: hip.Step) -> tuple[str, str]:
+    if not step.remedy:
+        return step.name, output.ok(step.found)
+    return step.name, f"{output.bad(step.found)}. {escape(step.remedy)}"
 
 
 def _software(machine: Machine, capabilities: dict[str, Any]) -> list[tuple[str, str]]:
@@ -90,10 +113,14 @@ def _software(machine: Machine, capabilities: dict[str, Any]) -> list[tuple[str,
         ("Repeated calls", fast),
         ("Python", platform.python_version()),
         ("torch", str(torch.__version__)),
-        ("torch's CUDA", machine.torch_cuda_version or "none: a CPU build"),
+        ("torch's CUDA", machine.torch_cuda_version or _no_cuda()),
         ("torch's NCCL", machine.nccl_version or ("none" if not machine.gpus else "unknown")),
         ("NVIDIA driver", _driver(machine)),
     ]
+
+
+def _no_cuda() -> str:
+    return f"none: HIP {torch.version.hip}" if hip.is_used() else "none: a CPU build"
 
 
 def _driver(machine: Machine) -> str:

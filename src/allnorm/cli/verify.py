@@ -13,6 +13,7 @@ from rich.console import Console
 from allnorm import topology
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp, option
+from allnorm.core import hip
 from allnorm.verify import faults as verify_faults
 from allnorm.verify import run as verify_run
 from allnorm.verify.context import Job
@@ -89,6 +90,7 @@ def verify(
         *(where, seed, full, budget, stress, given, repeat, words),
         threads=threads,
         island_size=island_size,
+        proves=where == "cuda" and hip.is_used(),
     )
     _check_selection(job)
     if full:
@@ -121,6 +123,22 @@ def verify(
         output.fail(f"{failures} cases failed; repeat with --seed {seed}")
     ranks = ", ".join([*map(str, sizes[:-1]), output.ranks(sizes[-1])])
     console.print(output.ok(f"PASS: all checks passed with {ranks} on {where}"))
+    if job.proves:
+        _store_proof(replace(job, shared_gpus=share_gpus), sizes, console)
+
+
+def _store_proof(job: Job, sizes: list[int], console: Console) -> None:
+    """Stores that the checks have passed on AMD GPUs, unless something was left out."""
+    enough = job.stress >= hip.LEAST_SOAK_CALLS
+    if not enough or job.only or job.shapes or job.shared_gpus or job.island_size:
+        console.print(
+            "No proof is stored for the preview on AMD GPUs. It takes --stress "
+            f"{hip.LEAST_SOAK_CALLS} or more, without --only, --shapes, --share-gpus and "
+            "--island-size."
+        )
+        return
+    path = hip.store_proof(sizes, job.stress)
+    console.print(f"Proof for the preview on AMD GPUs: {path}")
 
 
 def _shared(allowed: bool, where: str, size: int) -> bool:

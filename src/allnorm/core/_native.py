@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import os
 import pathlib
+import sys
 from typing import Any
 
 from allnorm import names
@@ -248,30 +250,66 @@ class Library:
         return self._ask("ipc_free", *numbers, _pointer(address)) == OK
 
 
-def _library_path(backend: str) -> pathlib.Path:
+def library_path(backend: str) -> pathlib.Path:
+    """Returns where the library of a backend is, if this installation contains it."""
     return pathlib.Path(__file__).parent.parent / "lib" / f"liballnorm_{backend}.so"
 
 
+def gpu_backend() -> str:
+    """Returns the backend for torch's CUDA devices: "cuda", or "hip" with torch for ROCm."""
+    version = getattr(sys.modules.get("torch"), "version", None)  # torch is not imported here
+    return "hip" if getattr(version, "hip", None) else "cuda"
+
+
 def available_backends() -> list[str]:
-    """Returns the backends that this installation contains."""
-    return [backend for backend in ("cpu", "cuda") if _library_path(backend).exists()]
+    """Returns the backends that this installation contains and this process can use."""
+    return [backend for backend in ("cpu", gpu_backend()) if library_path(backend).exists()]
+
+
+def hip_runtime(maps: str = "/proc/self/maps") -> str | None:
+    """Returns the path of the HIP runtime that this process has loaded; None if there is none."""
+    with open(maps) as lines:
+        for line in lines:
+            path = line.rstrip("\n")[line.find("/") :] if "/" in line else ""
+            if pathlib.PurePath(path).name.startswith("libamdhip64.so"):
+                return path
+    return None
+
+
+def _show_hip_runtime() -> None:
+    """Makes the functions of this process's HIP runtime visible to libraries that load later.
+
+    torch loads the runtime without doing so. The library names no file of a runtime, because a
+    process must not have two.
+    """
+    path = hip_runtime()
+    if path is None:
+        raise NativeLibraryError(
+            "this process has no HIP runtime: expected libamdhip64.so, which torch for ROCm loads. "
+            "Import that torch first."
+        )
+    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
 
 
 @functools.cache
 def library(backend: str) -> Library:
-    """Returns the library for "cpu" or "cuda", which is loaded on the first call.
+    """Returns the library for "cpu", "cuda" or "hip", which is loaded on the first call.
+
+    For devices of torch, call backends.library().
 
     Raises:
         NativeLibraryError: the library is not installed, or cannot be loaded.
     """
-    path = _library_path(backend)
+    path = library_path(backend)
     if not path.exists():
-        remedy = (
-            "it was built without CUDA. Install it again with nvcc on PATH: `pip install .`"
-            if backend == "cuda"
-            else "the package was not built. Install it with `pip install .` from its source."
-        )
-        raise NativeLibraryError(f"this installation has no {path.name}: {remedy}")
+        remedies = {
+            "cuda": "it was built without CUDA. Install it with nvcc on PATH: `pip install .`",
+            "hip": "it is a preview, built from source only: `make HIP=on inplace`",
+            "cpu": "the package was not built. Install it with `pip install .` from its source.",
+        }
+        raise NativeLibraryError(f"this installation has no {path.name}: {remedies[backend]}")
+    if backend == "hip":
+        _show_hip_runtime()
     return Library(path)
 
 
@@ -282,8 +320,9 @@ def build_info() -> dict[str, Any]:
         `version` of the package; `commit`, the git hash of the sources, or None without git;
         `dirty`, whether the sources had uncommitted changes, or None without a commit; `cuda`, the
         version of the CUDA compiler, or None without a CUDA library; `architectures`, the compute
-        capabilities of its kernels, such as ["90"]; `compiler`, the C++ compiler. If the libraries
-        have different commits, `commit` is the CUDA library's, and `dirty` is True.
+        capabilities of its kernels, such as ["90"], or targets such as "gfx942"; `compiler`, the
+        C++ compiler. If the libraries have different commits, `commit` is the GPU library's, and
+        `dirty` is True.
 
     Raises:
         NativeLibraryError: the package contains no library.

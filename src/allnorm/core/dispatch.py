@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from allnorm import policy
-from allnorm.core import _native, arguments, fast_call, traced
+from allnorm.core import _native, arguments, backends, fast_call, traced
 from allnorm.core.call import Call, Runner
 from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_launch_b, describe
 from allnorm.core.shards import row_shard
@@ -39,7 +39,7 @@ class Target:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._library = _native.library(device.type)
+        self._library = backends.library(device.type)
 
     def check_open(self) -> None:
         """Raises if calls cannot be made."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from allnorm.core import _native, tensors, traced
+from allnorm.core import backends, tensors, traced
 from allnorm.core.call import Runner
 from allnorm.core.dispatch import Dispatcher, Target
 from allnorm.core.shortcuts import is_traced
@@ -138,6 +138,6 @@ def dispatcher(x: Any) -> Dispatcher:
     tensors.check_kind("x", x)
     if x.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"x is on {x.device}: expected a CUDA device or the CPU.")
-    local = _native.library(x.device.type).local
+    local = backends.library(x.device.type).local
     made = _threads.dispatchers[x.device] = Dispatcher(Target(x.device), local)
     return made

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from allnorm import config, islands, policy, tuning
 from allnorm._version import __version__
-from allnorm.core import _native, arguments, between, channel, watch, workspace
+from allnorm.core import _native, arguments, backends, between, channel, watch, workspace
 from allnorm.core.connection import Connection
 from allnorm.core.dispatch import Chooser
 from allnorm.core.endpoint import Endpoint
@@ -268,7 +268,7 @@ def _check(settings: Settings, world_size: int) -> _Checked:
             "a Communicator cannot be made while a CUDA graph is captured. Make it, or call "
             "Communicator.for_group(), before the capture begins."
         )
-    library = _native.library(device.type)
+    library = backends.library(device.type, world_size)
     timeout = _checked_timeout(settings.timeout) or environment.timeout or config.DEFAULT_TIMEOUT
     num_bytes = settings.workspace_bytes
     if num_bytes is None:
@@ -411,4 +411,4 @@ def _max_row_bytes(device: torch.device) -> int | None:
         return None
     # 512 threads of 16 bytes per block, and up to 8 blocks per cluster. Clusters depend on the code
     # that the driver has loaded, not only on the device.
-    return int(_native.library("cuda").device_code(device.index).max_row_bytes)
+    return int(backends.library("cuda").device_code(device.index).max_row_bytes)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from allnorm import islands
-from allnorm.core import _native, watch
+from allnorm.core import _native, backends, watch
 from allnorm.core.notes import NOTE_BYTES
 from allnorm.core.rendezvous import Rendezvous
 
@@ -169,7 +169,7 @@ _left_behind: list[tuple[int, int, int, int]] = []
 
 
 def _free_left_behind() -> None:
-    library = _native.library("cuda")
+    library = backends.library("cuda")
     _left_behind[:] = [entry for entry in _left_behind if not library.ipc_free(*entry)]
 
 
@@ -196,7 +196,7 @@ def _allocate(library: _native.Library, device: torch.device, num_bytes: int) ->
 
 
 def _create_device_memory(meeting: Rendezvous, device: torch.device, num_bytes: int) -> Workspace:
-    library = _native.library("cuda")
+    library = backends.library("cuda")
     rank, world_size = meeting.rank, meeting.world_size
     index = device.index
     addresses = [0] * world_size

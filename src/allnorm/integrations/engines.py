@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 import allnorm
 from allnorm import config
+from allnorm.core import hip
 from allnorm.core.verdicts import PATIENCE_S, Verdicts, first_reason
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,7 +43,7 @@ class Outcome:
 
 
 def disabled_reason() -> str:
-    """Returns why this process's environment variables forbid fusing; empty if they allow it.
+    """Returns why this process's environment forbids fusing; empty if it allows it.
 
     Not collective: pass the reason as `obstacle` to `engine_communicator`.
     """
@@ -50,6 +51,8 @@ def disabled_reason() -> str:
         settings = config.read_settings()
     except allnorm.ConfigurationError as error:
         return str(error)
+    if hip.is_used():
+        return "AMD GPUs are a preview, in which the plugins stay off: docs/amd.md"
     return "it is switched off by ALLNORM_DISABLE=1" if settings.disabled else ""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import allnorm
+from allnorm.core import hip
 from allnorm.names import ALGORITHMS, GROUP_SIZES, NUMERICS, NVFP4_LAYOUTS, SCALE_LAYOUTS, SWIZZLED
 from allnorm.quant import Quant, empty_scale, quantized_dtype
 from allnorm.testing import DTYPES, gather
@@ -288,13 +289,14 @@ class Cases:
         self._tokens = TOKENS[where.type] if tokens is None else tokens
         self._hidden_sizes, self._algorithms = hidden_sizes, algorithms
         self._decks: dict[Any, list[Any]] = {}
+        self._quantizes = hip.quantizes(where.type)
 
     def draw(self) -> Case:
         """Draws a call with ordinary values in new memory: a norm, or sometimes an all_reduce."""
         hidden_size = self._deal("hidden_size", self._hidden_sizes)
         fitting = [t for t in self._tokens if t * hidden_size <= self._max_elems]
         norm = self._rng.random() < 0.85
-        quantized = norm and self._rng.random() < 0.45
+        quantized = norm and self._rng.random() < 0.45 and self._quantizes
         case = Case(
             (self._deal(("tokens", len(fitting)), fitting), hidden_size),
             DTYPES[self._deal("dtype", tuple(DTYPES))],

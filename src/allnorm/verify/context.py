@@ -40,6 +40,7 @@ class Job:
     shared_gpus: bool = False  # multiple ranks share a GPU, with gloo instead of NCCL
     threads: float = 0.0  # seconds of the multi-threaded soak; 0: none
     island_size: int = 0  # consecutive ranks per island; 0: islands are detected
+    proves: bool = False  # the run may open the preview for AMD GPUs, to make its proof
 
 
 @dataclass(frozen=True)

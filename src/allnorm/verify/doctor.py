@@ -9,6 +9,7 @@ import torch
 
 import allnorm
 from allnorm import reference
+from allnorm.core import hip
 from allnorm.testing import (
     Timing,
     agree,
@@ -91,7 +92,9 @@ def has_old_code(comm: allnorm.Communicator) -> bool:
     The driver translates these kernels, but they launch without clusters, which limits the row
     width.
     """
-    if comm.device.type != "cuda" or torch.cuda.get_device_capability(comm.device) < (9, 0):
+    if comm.device.type != "cuda" or hip.is_used():
+        return False
+    if torch.cuda.get_device_capability(comm.device) < (9, 0):
         return False
     return (comm.traits.max_row_bytes or 0) < _ROW_BYTES_OF_CLUSTERS
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import allnorm
 from allnorm import islands
+from allnorm.core import hip
 from allnorm.testing import OnMessage, report, run_ranks
 from allnorm.testing.rank import device
 from allnorm.verify import checks, soak, threads
@@ -41,6 +42,8 @@ def run(rank: int, world_size: int, job: Job) -> list[dict[str, Any]]:
         One record per check, the same on every rank: `check`, `cases`, `failures`, `seconds`,
         `details` (the first failures) and `note`.
     """
+    if job.proves:
+        hip.prove()
     with allnorm.Communicator(
         device=device(), islands=islands.of_size(job.island_size, world_size)
     ) as comm:
@@ -61,6 +64,8 @@ def checks_of(job: Job) -> dict[str, Check]:
     if job.shapes:
         return {"repeated shapes": soak.repeat_shapes}
     listed = checks.CHECKS | (checks.GPU_CHECKS if job.device == "cuda" else {})
+    if not hip.quantizes(job.device):
+        listed = {n: check for n, check in listed.items() if "quanti" not in n}
     listed |= {"ordering soak": soak.soak} if job.stress else {}
     listed |= {"thread soak": threads.threads} if job.threads else {}
     words = job.only or ("",)

@@ -1,0 +1,139 @@
+"""Loads the HIP library beside a fake of AMD's runtime, as the package does beside torch's."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+CSRC = ROOT / "csrc"
+FAKE = "fake_cuda/fake.cpp fake_cuda/streams.cpp fake_hip/only_hip.cpp fake_hip/loaded.cpp"
+BUILT = ROOT / "src/allnorm/lib/liballnorm_hip.so"
+
+# Runs in a process of its own, because a process has one HIP runtime.
+PROGRAM = """
+import ctypes, pathlib, sys, types
+
+runtime, path, capability = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
+sys.modules["torch"] = types.SimpleNamespace(version=types.SimpleNamespace(hip="7.0.2"))
+sys.path.insert(0, sys.argv[4])
+package = types.ModuleType("allnorm")  # without its __init__, which imports torch
+package.__path__ = [sys.argv[4] + "/allnorm"]
+sys.modules["allnorm"] = package
+from allnorm import errors
+from allnorm.core import _native
+
+_native.library_path = lambda backend: path
+assert _native.gpu_backend() == "hip"
+try:
+    _native.library("hip")
+except errors.NativeLibraryError as error:
+    assert "torch for ROCm" in str(error), error
+else:
+    raise AssertionError("loaded without a runtime")
+fake = ctypes.CDLL(runtime)  # RTLD_LOCAL, like torch
+library = _native.library("hip")
+build = library.build_info()
+assert build["backend"] == "hip" and "architectures" in build and "clang" in build, build
+
+fake.fake_set_device(0, capability)
+fake.fake_registered.restype = fake.fake_launched.restype = ctypes.c_char_p
+code = library.device_code(0)
+assert (code.capability, code.compiled_for) == (capability, capability), code.capability
+address, handle = library.ipc_create(0, 1 << 20)
+assert fake.fake_num_cached() == 0, "a workspace is cached"
+peer = library.ipc_open(0, handle)
+config = _native.CommConfig(rank=0, world_size=2, device=0, workspace_bytes=1 << 20)
+config.struct_bytes, config.timeout_ns = ctypes.sizeof(config), 10**9
+config.workspaces[:2] = [address, address]
+comm = ctypes.c_void_p()
+status = library.comm_create(ctypes.addressof(config), ctypes.addressof(comm))
+assert status == 0, library.last_error()
+call = _native.Call(op=_native.ADD_RMS_NORM, dtype=2, weight_dtype=2, num_tokens=1, num_sources=1)
+call.struct_bytes, call.hidden_size, call.eps = ctypes.sizeof(call), 4096, 1e-6
+for field in ("x", "residual", "out", "residual_out", "source"):
+    setattr(call, field + "_stride", 4096)
+for place, field in enumerate(("x", "residual", "weight", "out", "residual_out", "quantized")):
+    setattr(call, field, (1 << 40) + (place << 32))
+call.quantized = None
+assert library.run(comm, ctypes.addressof(call)) == 0, library.last_error()
+assert fake.fake_num_launches() == 1
+print(fake.fake_launched(0).decode())
+call.quant, call.quantized, call.scale = _native.QUANT["per_token"], 1 << 41, 1 << 42
+call.quantized_stride, call.scale_row_stride, call.scale_group_stride = 4096, 1, 1
+status = library.run(comm, ctypes.addressof(call))
+refused = status == _native.UNSUPPORTED and "e4m3fnuz" in library.last_error()
+assert refused if capability == 94 else status == 0, (status, library.last_error())
+assert library.comm_destroy(comm) == 0
+print(fake.fake_num_registered())
+for index in range(fake.fake_num_registered()):
+    print(fake.fake_registered(index).decode())
+"""
+
+
+def compile_library(path: pathlib.Path, sources: str, *includes: pathlib.Path) -> pathlib.Path:
+    """Compiles sources of csrc, given relative to `includes[0]`, into a shared library."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder, *_ = includes
+    files = [str(file) for source in sources.split() for file in sorted(folder.glob(source))]
+    flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-fvisibility=hidden"]
+    flags += [f"-I{include}" for include in includes]
+    done = subprocess.run([compiler, *flags, *files, "-o", str(path)], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return path
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    tests = CSRC / "tests"
+    path = tmp_path_factory.mktemp("hip") / "libamdhip64.so.7"
+    return compile_library(path, FAKE, tests, tests / "fake_hip", CSRC / "gpu/hip", CSRC)
+
+
+@pytest.fixture(scope="module")
+def host_code(runtime: pathlib.Path) -> pathlib.Path:
+    """Returns a library of the host code with stand-ins for the kernels."""
+    (runtime.parent / "built_commit.h").write_text('#define ALLNORM_COMMIT ""\n')
+    path = runtime.parent / "liballnorm_hip.so"
+    sources = "gpu/host.cpp abi/*.cpp tests/fake_hip/kernels.cpp"
+    return compile_library(path, sources, CSRC, CSRC / "gpu/hip", runtime.parent)
+
+
+def lines_of(runtime: pathlib.Path, library: pathlib.Path, capability: int) -> list[str]:
+    command = [sys.executable, "-c", PROGRAM, runtime, library, str(capability), ROOT / "src"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().splitlines()
+
+
+@pytest.mark.parametrize("capability", [94, 95])
+def test_host_code_loads_beside_the_runtime_of_the_process(
+    runtime: pathlib.Path, host_code: pathlib.Path, capability: int
+) -> None:
+    assert lines_of(runtime, host_code, capability)[0] == "bfloat16"
+
+
+def test_built_library_launches_kernels_that_its_code_objects_contain(
+    runtime: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    objdump = shutil.which("llvm-objdump-22")
+    if not BUILT.exists() or objdump is None:
+        pytest.skip("needs `make HIP=on inplace` and llvm-objdump-22")
+    launched, count, *registered = lines_of(runtime, BUILT, 95)
+    assert launched in registered
+    assert len(registered) == int(count) > 100
+    copy = shutil.copy(BUILT, tmp_path)
+    subprocess.run([objdump, "--offloading", copy], check=True, cwd=tmp_path, capture_output=True)
+    for target in ("gfx942", "gfx950"):
+        symbols = ""
+        for code in tmp_path.glob(f"*{target}"):
+            done = subprocess.run([objdump, "--syms", code], check=True, capture_output=True)
+            symbols += done.stdout.decode()
+        names = set(symbols.split())
+        assert names.issuperset(registered), sorted(set(registered) - names)[:3]
