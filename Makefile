@@ -7,6 +7,7 @@
 #   make sanitize  runs C++ tests under sanitizers     make wheel    builds dist/*.whl
 #   make mutants   injects faults into the native sources, one at a time, and checks that tests fail
 #   make docs      builds the site in build/site, with pages from docstrings, options and heads of files
+#   make docs-version  commits the site of this version to the local branch gh-pages, and pushes nothing
 #   make release   builds dist/*.whl for GPUs from SM 8.0 on and Linux with glibc 2.28+; takes minutes
 #   make pictures  draws docs/pictures from stored results
 #   make inplace   builds libraries into src/allnorm/lib, to run from the source tree
@@ -19,6 +20,8 @@
 # HIP=on                   `make inplace` also builds the HIP library, a preview for AMD GPUs: docs/amd.md
 # WHEEL=allnorm-*.whl      wheel that `make install` installs instead of building one
 # BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  extra arguments; MUTANTS_ARGS="--part 1/32" runs a part
+# ALLNORM_REPOSITORY=URL   repository that the site links to
+# VERSION=0.1.0, ALIAS=latest  of `make docs-version`; by default the package's version
 # SANITIZERS=thread        sanitizers of `make sanitize`; SANITIZE_PART=2/4 runs a quarter of the tests
 
 PYTHON ?= python3
@@ -30,6 +33,8 @@ WHEEL ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow and not long"
 MUTANTS_ARGS ?=
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/allnorm/_version.py)
+ALIAS = latest
 # Machine code per GPU generation, family-specific for 10 and 12 (for the e2m1 instruction), and PTX of
 # 12.0 for later generations.
 RELEASE_ARCHS := 80-real;90-real;100f-real;120f-real;120-virtual
@@ -52,8 +57,8 @@ PACKAGE_SETTINGS = --config-settings=build-dir=$(PACKAGE_BUILD) \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
 	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
 
-.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs pictures wheel release inplace \
-  install clean
+.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs docs-pages docs-version \
+  pictures wheel release inplace install clean
 .DELETE_ON_ERROR:
 
 bench: $(STAMPS)/install
@@ -115,13 +120,20 @@ format: $(STAMPS)/lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-docs: $(STAMPS)/install $(STAMPS)/docs
+docs: docs-pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# The branch has a folder per version. Its first page leads to the latest.
+docs-version: docs-pages
+	NO_MKDOCS_2_WARNING=1 ALLNORM_SITE_VERSIONS=mike $(BIN)/mike deploy --allow-empty --update-aliases $(VERSION) $(ALIAS)
+	$(BIN)/mike set-default --allow-empty $(or $(ALIAS),$(VERSION))
+
+docs-pages: $(STAMPS)/install $(STAMPS)/docs
 	$(BIN)/python -P -m typer allnorm.cli.app utils docs --name allnorm --title "Command line" \
 	  --output docs/reference/commands.md > /dev/null
 	$(BIN)/python tools/file_table.py > docs/files.md
 	for page in CHANGELOG CONTRIBUTING SECURITY; do \
 	  sed -e 's|](docs/|](|g' -e 's|](CHANGELOG|](changelog|g' $$page.md > docs/$$(echo $$page | tr A-Z a-z).md || exit; done
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 pictures: $(STAMPS)/install $(STAMPS)/test
 	$(BIN)/python benchmarks/pictures.py
