@@ -125,7 +125,7 @@ docs: docs-pages
 
 # The branch has a folder per version. Its first page leads to the latest.
 docs-version: docs-pages
-	NO_MKDOCS_2_WARNING=1 ALLNORM_SITE_VERSIONS=mike $(BIN)/mike deploy --allow-empty --update-aliases $(VERSION) $(ALIAS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --allow-empty --update-aliases $(VERSION) $(ALIAS)
 	$(BIN)/mike set-default --allow-empty $(or $(ALIAS),$(VERSION))
 
 docs-pages: $(STAMPS)/install $(STAMPS)/docs
