@@ -215,7 +215,7 @@ struct AnyRowsKernel {
 template <class Kernel>
 __global__ void __launch_bounds__(kMaxThreads, Kernel::kBlocks)
     local_kernel(const __grid_constant__ LocalParams params) {
-  Kernel::run(params);
+  Kernel::run(in_place(params));
 }
 
 template <class T, bool kAligned, Features kFeatures, template <class> class Format>

@@ -105,12 +105,12 @@ class Exchange {
     pause();
   }
 
-  // Does the grid's work that belongs to no row: warps 0 and 1 of one block call the roll and
-  // return slots.
-  __device__ __forceinline__ void serve(int warp) {
+  // Does the grid's work that belongs to no row: waves 0 and 1 of one block call the roll and
+  // return slots. Two warps of one wave would wait for each other.
+  __device__ __forceinline__ void serve(int wave) {
     pause();
-    if (warp == 0) call_roll();
-    if (warp == 1) hand_back_slots();
+    if (wave == 0) call_roll();
+    if (wave == 1) hand_back_slots();
   }
 
   // Counts this launch for allnorm_comm_stats(); the host cannot, because it does not see graph
@@ -220,7 +220,7 @@ class Exchange {
 
   // Returns the peer of lane q: the `q`th rank after this one, or -1 if the lane has no peer.
   __device__ __forceinline__ int peer_of_lane() const {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % kWaveLanes;
     return lane == 0 || lane >= world_size() ? -1 : (params_.rank + lane) % world_size();
   }
 
@@ -230,7 +230,8 @@ class Exchange {
     // If another block of this rank has just failed, this rank still announces its call, so that
     // its peers learn of the call.
     if (peer < 0 || failed_before()) return;
-    char* theirs = params_.workspace[threadIdx.x % 32] + PushControl::tag(op_, params_.rank);
+    char* theirs =
+        params_.workspace[threadIdx.x % kWaveLanes] + PushControl::tag(op_, params_.rank);
     store_relaxed_sys(theirs, params_.tag.word(op_, 0));
     store_relaxed_sys(theirs + 8, params_.tag.word(op_, 1));
 
@@ -268,8 +269,8 @@ class Exchange {
       // acquire in a later kernel of the peer. It precedes the wait below, because up to about
       // eight rows nothing in a grid ends later than this store, and because peers wait for it.
       ALLNORM_FAULT(no_fence, , ALLNORM_FAULT(fence_after_number, , fence_acq_rel_sys()));
-      store_relaxed_sys(params_.workspace[threadIdx.x % 32] + PushControl::released(params_.rank),
-                        op_);
+      store_relaxed_sys(
+          params_.workspace[threadIdx.x % kWaveLanes] + PushControl::released(params_.rank), op_);
       ALLNORM_FAULT(fence_after_number, fence_acq_rel_sys(), );
     }
     ALLNORM_FAULT(peers_not_waited_for, , wait_for_number(peer));

@@ -42,7 +42,7 @@ __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
   Format::store_padding(params.epilogue.quant, blockIdx.x * blockDim.x + threadIdx.x,
                         cluster_size() * blockDim.x);
   trigger_dependents(params);
-  if (blockIdx.x == 0) exchange.serve(threadIdx.x / 32);
+  if (blockIdx.x == 0) exchange.serve(threadIdx.x / kWaveLanes);
   exchange.advance_unused();
   __syncthreads();
   row_reduction.join();
@@ -112,7 +112,7 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
 template <class Kernel>
 __global__ void __launch_bounds__(kMaxThreads, ALLNORM_FAULT(registers_spilled, 4, Kernel::kBlocks))
     fused_kernel(const __grid_constant__ FusedParams params) {
-  run_fused<Kernel>(params);
+  run_fused<Kernel>(in_place(params));
 }
 
 }  // namespace allnorm

@@ -19,10 +19,20 @@ struct Geometry {
 };
 
 // Returns the number of threads per block for a row of `packs` packs over `cluster_size` blocks:
-// whole warps, and at least the two of Exchange::serve().
+// whole warps, and at least the two waves of Exchange::serve().
 inline int threads_of(int64_t packs, int cluster_size) {
   const int64_t per_block = (packs + cluster_size - 1) / cluster_size;
-  return std::max(64, static_cast<int>((per_block + 31) / 32 * 32));
+  return std::max(static_cast<int>(2 * kWaveLanes), static_cast<int>((per_block + 31) / 32 * 32));
+}
+
+// The widest row of a fused kernel, in packs.
+constexpr int kMostPacks = kMaxThreads * kMaxClusterSize * kMaxParts;
+
+// Returns the number of packs per thread for a row of `packs` packs. More than one: the row needs a
+// kernel for wide rows, and is processed by one block.
+inline int parts_of(int64_t packs) {
+  return kMaxParts == 1 ? 1
+                        : std::max(1, static_cast<int>((packs + kMaxThreads - 1) / kMaxThreads));
 }
 
 // Limits for spreading few rows: blocks per row, and blocks in total. Beyond about one block per

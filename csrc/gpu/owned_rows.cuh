@@ -266,7 +266,7 @@ __device__ __forceinline__ void run_owned_rows(const OwnedRowsParams& params) {
 template <class Kernel>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     owned_rows_kernel(const __grid_constant__ OwnedRowsParams params) {
-  run_owned_rows<Kernel>(params);
+  run_owned_rows<Kernel>(in_place(params));
 }
 
 }  // namespace allnorm

@@ -5,14 +5,12 @@
 
 #include "allnorm.h"
 #include "gpu/cache_policy.h"
+#include "machine.h"
 #include "protocol/call_tag.h"
 #include "protocol/layout.h"
 
 namespace allnorm {
 
-// Widest block of a fused kernel; each thread holds one pack of a row.
-constexpr int kMaxThreads = 512;
-constexpr int kMaxClusterSize = 8;
 constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
 // The way rows are spread over a grid.

@@ -51,6 +51,56 @@ __device__ __forceinline__ Pack at_count(int world_size, const Function& functio
   }
 }
 
+// Does the work of receive_partials() for `kCount` ranks, where a load under a condition is a
+// branch: a single branch contains the loads of all peers.
+template <class T, int kCount, int kWorldSize>
+__device__ __forceinline__ Pack receive_in_one_branch(Exchange<kWorldSize>& exchange,
+                                                      const char* slot, int64_t stride, int rank,
+                                                      const Pack& own, bool live,
+                                                      const Pack* peeked, float* unrounded) {
+  Pack others[kCount - 1] = {};  // counts as arrived
+  bool loads = peeked == nullptr;
+  if (!loads) others[0] = *peeked;
+  const auto poll = [&] {
+    if (live && loads) {
+#pragma unroll
+      for (int i = 0; i < kCount - 1; ++i) {
+        others[i] = load_relaxed_sys(slot + i * stride);
+        ALLNORM_FAULT(others_polled_one_by_one, if (!arrived(others[i])) return false, );
+      }
+    }
+    loads = true;
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kCount - 1; ++i) all = all && arrived(others[i]);
+    return all;
+  };
+  const auto missing = [&] {
+    int first = 0;
+#pragma unroll
+    for (int i = kCount - 2; i >= 0; --i) {
+      if (!arrived(others[i])) first = i;
+    }
+    return first < rank ? first : first + 1;
+  };
+  if (unrounded != nullptr) unpack<T>(nan_pack(), unrounded);  // stays there after a failure
+  if (!exchange.wait_together(poll, missing)) return nan_pack();
+  const int place = kCount == 2 ? 0 : rank;
+  Pack partial[kCount];
+#pragma unroll
+  for (int source = 0; source < kCount; ++source) {
+    // The index is a constant in each branch, so that the packs stay in registers.
+    if (source == place) {
+      partial[source] = own;
+    } else if (source > place) {
+      partial[source] = others[source > 0 ? source - 1 : 0];
+    } else {
+      partial[source] = others[source < kCount - 1 ? source : kCount - 2];
+    }
+  }
+  return sum_in_rank_order<T>(partial, unrounded);
+}
+
 // Does the work of receive_partials() for `kCount` ranks.
 template <class T, int kCount, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchange,
@@ -113,8 +163,13 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
                                                  bool live, const Pack* peeked = nullptr,
                                                  float* unrounded = nullptr) {
   const auto receive = [&]<int kCount>() {
-    return receive_partials_of<T, kCount>(exchange, slot, stride, rank, own, live, peeked,
-                                          unrounded);
+    if constexpr (kPredicatesLoads) {
+      return receive_partials_of<T, kCount>(exchange, slot, stride, rank, own, live, peeked,
+                                            unrounded);
+    } else {
+      return receive_in_one_branch<T, kCount>(exchange, slot, stride, rank, own, live, peeked,
+                                              unrounded);
+    }
   };
   if constexpr (kWorldSize == kAnyWorldSize) {
     return at_count<T>(exchange.world_size(), receive);
@@ -126,7 +181,7 @@ __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange,
 // Marks a slot as empty for its next use.
 template <int kWorldSize>
 __device__ __forceinline__ void clear_slot(const Exchange<kWorldSize>& exchange, char* slot) {
-  store_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord}, exchange.slot_policy());
+  clear_pack(slot, {kEmptyWord, kEmptyWord, kEmptyWord, kEmptyWord}, exchange.slot_policy());
 }
 
 // Waits for a pack that one rank pushes to `slot`, takes it and marks the slot as empty. `source`
@@ -163,7 +218,8 @@ __device__ __forceinline__ int number_at(int q, int rank, int world_size) {
                                          rank + q >= world_size ? rank - 1 : rank);
 }
 
-// Stores and loads for the smaller packs of one or two words that a format makes from a pack.
+// Stores, loads and clears for the smaller packs of one or two words that a format makes from a
+// pack.
 __device__ __forceinline__ void store_to_peer(char* address, const Words<1>& pack) {
   store_relaxed_sys(address, pack.word[0]);
 }
@@ -177,6 +233,12 @@ __device__ __forceinline__ void load_from_peer(const char* address, Words<2>& pa
   const uint64_t both = load_relaxed_sys_u64(address);
   pack.word[0] = static_cast<uint32_t>(both);
   pack.word[1] = static_cast<uint32_t>(both >> 32);
+}
+__device__ __forceinline__ void clear_words(char* slot, const Words<1>& empty, CachePolicy policy) {
+  clear_u32(slot, empty.word[0], policy);
+}
+__device__ __forceinline__ void clear_words(char* slot, const Words<2>& empty, CachePolicy policy) {
+  clear_u64(slot, both_words(empty), policy);
 }
 template <int kWords>
 __device__ __forceinline__ bool arrived(const Words<kWords>& pack) {

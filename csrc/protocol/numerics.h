@@ -16,11 +16,13 @@
 #if __has_include(<cuda_fp4.h>)
 #include <cuda_fp4.h>
 #endif
+#endif
+#if defined(__CUDACC__) || defined(__HIP__)
 #define ALLNORM_HD __host__ __device__ __forceinline__
 #else
 #define ALLNORM_HD inline __attribute__((always_inline))
 #endif
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) || defined(__HIP__)
 #define ALLNORM_UNROLL _Pragma("unroll")
 #elif defined(__CUDACC__)
 #define ALLNORM_UNROLL  // nvcc's host pass accepts neither spelling

@@ -16,7 +16,8 @@ ALLNORM_HD bool has_reached(uint32_t seen, uint32_t expected) {
                                      static_cast<int32_t>(seen - expected) >= 0));
 }
 
-// A point in time after which a wait fails. `Clock::now_ns()` must be monotonic.
+// A point in time after which a wait fails. `Clock::now_ns()` must be monotonic. `Clock::Start` is
+// the type in which the start is kept.
 template <class Clock>
 class Deadline {
  public:
@@ -50,8 +51,7 @@ class Deadline {
 
  private:
   int64_t timeout_ns_;
-  // volatile keeps this value in memory: kernels are short of registers, and it is rarely read.
-  volatile int64_t start_ns_ = 0;
+  typename Clock::Start start_ns_ = 0;
   uint32_t polls_ = 0;
 };
 

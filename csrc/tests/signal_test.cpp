@@ -7,6 +7,7 @@ namespace allnorm::testing {
 namespace {
 
 struct HandClock {
+  using Start = int64_t;
   static int64_t now_ns() { return now; }
   static inline int64_t now = 0;
 };

@@ -20,4 +20,10 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
 }
 
+// Returns a kernel's parameters where the launch has put them.
+template <class Params>
+__device__ __forceinline__ const Params& in_place(const Params& params) {
+  return params;
+}
+
 }  // namespace allnorm

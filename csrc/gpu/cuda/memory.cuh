@@ -148,6 +148,18 @@ __device__ __forceinline__ void store_u8(void* address, uint32_t value) {
   asm volatile("st.global.u8 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Stores that mark a slot as empty. They are weak: the release that returns the slots orders them.
+__device__ __forceinline__ void clear_pack(void* slot, const Pack& empty, CachePolicy policy) {
+  store_pack(slot, empty, policy);
+}
+__device__ __forceinline__ void clear_u64(void* slot, uint64_t empty, CachePolicy policy) {
+  store_u64(slot, empty, policy);
+}
+__device__ __forceinline__ void clear_u32(void* slot, uint32_t empty, CachePolicy policy) {
+  store_u32(slot, empty, policy);
+}
+__device__ __forceinline__ void clear_u32(void* slot, uint32_t empty) { store_u32(slot, empty); }
+
 // ---- shared memory ----------------------------------------------------------------------------
 
 // Returns the block's only shared-memory variable of type T.
@@ -332,6 +344,10 @@ __device__ __forceinline__ void wait_barrier(SharedAddress barrier, uint32_t par
 }
 
 struct DeviceClock {
+  // volatile keeps the start of a Deadline in memory: kernels are short of registers, and it is
+  // rarely read.
+  using Start = volatile int64_t;
+
   __device__ __forceinline__ static int64_t now_ns() {
     int64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

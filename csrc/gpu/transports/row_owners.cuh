@@ -114,7 +114,7 @@ class RowOwners {
       packed = Packed::filled_with(Format::nan_word(quant_));
     }
     if (live_) {
-      store_words(slot, Packed::filled_with(kEmptyWord), exchange_.slot_policy());
+      clear_words(slot, Packed::filled_with(kEmptyWord), exchange_.slot_policy());
       Format::store_elements(quant_, row, pack_, packed);
     }
     if (sent_scales() == 0) return;
@@ -141,7 +141,7 @@ class RowOwners {
     };
     if (!exchange_.wait_together(poll, is_owner)) scale = kCanonicalWord;
     if (!exists) return;
-    store_u32(slot, kEmptyWord);
+    clear_u32(slot, kEmptyWord);
     Format::store_scale(quant_, row, group, bit_cast<float>(scale));
   }
 

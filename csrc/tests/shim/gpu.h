@@ -9,4 +9,9 @@ inline bool any_lane(bool value) { return !shim::vote_all(!value); }
 inline bool all_lanes(bool value) { return shim::vote_all(value); }
 inline float shuffle_xor(float value, int mask) { return shim::shuffle_xor(value, mask); }
 
+template <class Params>
+const Params& in_place(const Params& params) {
+  return params;
+}
+
 }  // namespace allnorm

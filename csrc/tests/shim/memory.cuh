@@ -128,6 +128,10 @@ inline uint64_t load_u64(const void* address, CachePolicy) {
 inline void store_pack(void* address, const Pack& pack, CachePolicy) { store_pack(address, pack); }
 inline void store_u64(void* address, uint64_t value, CachePolicy) { store_u64(address, value); }
 inline void store_u32(void* address, uint32_t value, CachePolicy) { store_u32(address, value); }
+inline void clear_pack(void* slot, const Pack& empty, CachePolicy) { store_pack(slot, empty); }
+inline void clear_u64(void* slot, uint64_t empty, CachePolicy) { store_u64(slot, empty); }
+inline void clear_u32(void* slot, uint32_t empty, CachePolicy) { store_u32(slot, empty); }
+inline void clear_u32(void* slot, uint32_t empty) { store_u32(slot, empty); }
 inline void store_u8(void* address, uint32_t value) {
   *static_cast<uint8_t*>(address) = static_cast<uint8_t>(value);
 }
@@ -228,6 +232,7 @@ inline void wait_barrier(SharedAddress barrier, uint32_t parity) {
 
 // The simulated clock: a scheduler turn takes a microsecond.
 struct DeviceClock {
+  using Start = volatile int64_t;
   static int64_t now_ns() { return static_cast<int64_t>(shim::turns()) * 1000; }
 };
 inline void sleep_briefly() { shim::yield(); }

@@ -140,3 +140,8 @@ OF_MACHINE_CODE = (
     *("peers_polled_one_by_one", "counters_advanced_by_atomics", "cluster_meets_for_each_row"),
     *("dependents_let_in_early", "fault_status_not_fenced", "registers_spilled"),
 )
+# Faults of the leaf for AMD GPUs, and of code that only they run (tests/native/amd).
+OF_AMD_CODE = (
+    *("device_scope", "others_polled_one_by_one", "parameters_copied"),
+    "write_back_not_waited_for",
+)
