@@ -14,8 +14,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
     return 0;
   }
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
-  if (row_bytes % kPackBytes != 0 ||
-      threads_of(row_bytes / kPackBytes, kMaxClusterSize) > kMaxThreads) {
+  if (row_bytes % kPackBytes != 0 || row_bytes > int64_t{kMostPacks} * kPackBytes) {
     return 0;
   }
   const SlotBytes slot = slot_bytes(world_size, call);
@@ -89,7 +88,7 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
         ALLNORM_UNSUPPORTED,
         "a row of %lld elements does not fit: expected a multiple of 16 bytes, at most %d packs "
         "of 16 bytes, and a workspace of more than %lld bytes",
-        static_cast<long long>(call.hidden_size), kMaxThreads * kMaxClusterSize,
+        static_cast<long long>(call.hidden_size), kMostPacks,
         static_cast<long long>(config_.workspace_bytes));
   }
   int32_t status = ALLNORM_OK;

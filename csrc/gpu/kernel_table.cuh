@@ -22,6 +22,7 @@
 #include "gpu/sources/summed_rows.cuh"
 #include "gpu/transports/one_shot.cuh"
 #include "gpu/transports/two_shot.cuh"
+#include "gpu/wide_rows.cuh"
 
 namespace allnorm {
 
@@ -80,6 +81,16 @@ struct AnyRowsEntry : Entry<kKind, k1, kFeatures> {
   }
 };
 
+template <KernelKind kKind, uint32_t kRanks, template <class> class Source,
+          template <class, int> class Transport, Features kFeatures>
+struct WideRowsEntry : Entry<kKind, kRanks, kFeatures> {
+  template <class T, int kWorldSize, template <class> class Format>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(
+        &wide_rows_kernel<WideRowsKernel<T, kWorldSize, Source, Transport, kFeatures, Format>>);
+  }
+};
+
 template <class... Entries>
 struct KernelTable {};
 
@@ -126,10 +137,17 @@ using Kernels = KernelTable<
     AnyRowsEntry<kLocalAligned, true,   kExtended>,
     AnyRowsEntry<kLocalAny,     false,  kBasic>,
     AnyRowsEntry<kLocalAny,     false,  kExtended>>;
+
+// Where there are no clusters:
+using WideKernels = KernelTable<
+    //            kind          ranks source      transport features
+    WideRowsEntry<kOneShotWide, kAll, ExpertRows, OneShot,  kExtended>,
+    WideRowsEntry<kTwoShotWide, kAll, ExpertRows, TwoShot,  kExtended>>;
 // clang-format on
 
 }  // namespace table
 using table::Kernels;
+using WideKernels = std::conditional_t<kMaxParts == 1, KernelTable<>, table::WideKernels>;
 
 // Returns the kind of kernel to use instead of `kind` if the table has no kernel of that kind.
 constexpr KernelKind otherwise(KernelKind kind) {
@@ -165,14 +183,19 @@ const void* first_of(const KernelKey& key, KernelTable<Entries...>) {
   static_cast<void>((... || ((found = kernel_of<T, kWorldSize, Entries>(key)) != nullptr)));
   return found;
 }
+template <class T, int kWorldSize>
+const void* first_of_all(const KernelKey& key) {
+  const void* const found = first_of<T, kWorldSize>(key, Kernels());
+  return found != nullptr ? found : first_of<T, kWorldSize>(key, WideKernels());
+}
 
 // Finds a kernel among those compiled for kWorldSize.
 template <class T, int kWorldSize>
 const void* find_kernel(KernelKey key) {
-  const void* const found = first_of<T, kWorldSize>(key, Kernels());
+  const void* const found = first_of_all<T, kWorldSize>(key);
   if (found != nullptr) return found;
   key.kind = otherwise(key.kind);
-  return first_of<T, kWorldSize>(key, Kernels());
+  return first_of_all<T, kWorldSize>(key);
 }
 template <class T>
 const void* find_kernel(const KernelKey& key) {

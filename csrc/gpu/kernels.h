@@ -13,6 +13,8 @@ enum class KernelKind {
   kOneShotDense,
   kOneShotFew,
   kTwoShot,
+  kOneShotWide,  // rows that no cluster holds with one pack per thread
+  kTwoShotWide,
   // OwnedRowsParams:
   kOwnedSum,
   kOwnedSumFew,

@@ -29,12 +29,14 @@ const void* find_kernel(int dtype, const KernelKey& key) {
   }
 }
 
-KernelKind kind_of(const AllnormCall& call, Grid grid) {
+KernelKind kind_of(const AllnormCall& call, Grid grid, bool is_wide) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return KernelKind::kOwnedGiven;
   if (is_sharded(call) || makes_sums(call)) return KernelKind::kOwnedFinished;
   const bool few = grid == Grid::kFew;
   if (has_row_owners(call)) return few ? KernelKind::kOwnedSumFew : KernelKind::kOwnedSum;
-  if (call.algorithm == ALLNORM_TWO_SHOT) return KernelKind::kTwoShot;
+  const bool two_shot = call.algorithm == ALLNORM_TWO_SHOT;
+  if (is_wide) return two_shot ? KernelKind::kTwoShotWide : KernelKind::kOneShotWide;
+  if (two_shot) return KernelKind::kTwoShot;
   if (few) return KernelKind::kOneShotFew;
   return grid == Grid::kDense ? KernelKind::kOneShotDense : KernelKind::kOneShot;
 }
@@ -115,7 +117,9 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
                         const FusedParams& fused, const void* params, Start start) {
   const int most = call.num_blocks > 0 ? call.num_blocks : kMaxBlocks;
   const auto over = [&](int size) -> Geometry {
-    return {.num_blocks = 0, .cluster_size = size, .num_threads = threads_of(fused.packs, size)};
+    return {.num_blocks = 0,
+            .cluster_size = size,
+            .num_threads = threads_of(fused.packs, size * parts_of(fused.packs))};
   };
   int cluster_size = call.cluster_size;
   if (cluster_size == 0) {
@@ -125,7 +129,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   }
   Geometry geometry = over(cluster_size);
   const Grid grid = choose_grid(fused.num_tokens, cluster_size, most, device.num_sms);
-  const KernelKey key = {.kind = kind_of(call, grid),
+  const KernelKey key = {.kind = kind_of(call, grid, parts_of(fused.packs) > 1),
                          .world_size = world_size,
                          .format = format_of(call),
                          .needs = needs_of(call)};
@@ -218,7 +222,15 @@ int32_t check_width(const Device& device, const AllnormCall& call) {
                 kWithoutClusters);
   }
   const int cluster_size = call.cluster_size == 0 ? kMaxClusterSize : call.cluster_size;
-  const int num_threads = threads_of(row_bytes / kPackBytes, cluster_size);
+  const int64_t packs = row_bytes / kPackBytes;
+  if (parts_of(packs) > 1 && uses_owners(call)) {
+    return fail(
+        ALLNORM_UNSUPPORTED,
+        "a row has %lld bytes; expected at most %d if rows have owners (a sharded residual, "
+        "all_gather_rows, or islands), because device %d has no clusters of blocks",
+        static_cast<long long>(row_bytes), kMaxThreads * kPackBytes, device.index);
+  }
+  const int num_threads = threads_of(packs, cluster_size * parts_of(packs));
   if (num_threads <= kMaxThreads) return ALLNORM_OK;
   return fail(ALLNORM_UNSUPPORTED,
               "hidden_size %lld in clusters of %d blocks needs %d threads per block; expected at "

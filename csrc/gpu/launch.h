@@ -27,7 +27,7 @@ int32_t query_device(int index, Device* device);
 
 // Returns the widest row of a fused kernel on `device`.
 inline int64_t max_row_bytes(const Device& device) {
-  return int64_t{kPackBytes} * kMaxThreads * (device.has_clusters ? kMaxClusterSize : 1);
+  return int64_t{kPackBytes} * kMaxThreads * (device.has_clusters ? kMaxClusterSize : kMaxParts);
 }
 // Returns ALLNORM_UNSUPPORTED if the device cannot use quantized results.
 int32_t check_format(const Device& device, const AllnormCall& call);

@@ -142,12 +142,13 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
 
 // Returns whether a two_shot call assigns whole rows, not chunks, to owners. Depends only on values
 // that are equal on all ranks. With fewer rows than SMs, chunks are used, because they spread a row
-// over all links.
+// over all links. Kernels for wide rows always use chunks.
 inline bool has_row_owners(const AllnormCall& call) {
   if (uses_owners(call)) return true;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
   // A division cannot overflow; num_tokens may be any number here.
-  return call.algorithm == ALLNORM_TWO_SHOT && call.num_tokens > kSpreadGrid / least_blocks(packs);
+  return call.algorithm == ALLNORM_TWO_SHOT && parts_of(packs) == 1 &&
+         call.num_tokens > kSpreadGrid / least_blocks(packs);
 }
 
 // The number of slot bytes for `rows` rows: for one row, or for one row of every owner.

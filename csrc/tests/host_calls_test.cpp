@@ -292,7 +292,7 @@ void check_code(const Code& code) {
   fake::set_device(code.device, code.capability, code.ptx, code.binary);
   cudaSetDevice(code.device);  // the fake's tensors are on the current device
   const bool whole = kHasClusters && code.expected >= 90;
-  const int64_t widest = whole ? 64 << 10 : int64_t{kPackBytes} * kMaxThreads;
+  const int64_t widest = whole ? 64 << 10 : int64_t{kPackBytes} * kMaxThreads * kMaxParts;
   AllnormDeviceCode found = {};
   check(allnorm_device_code(code.device, &found) == ALLNORM_OK &&
             found.capability == code.capability && found.compiled_for == code.expected &&
@@ -303,7 +303,7 @@ void check_code(const Code& code) {
   rank.config.device = code.device;
   check(rank.open() == ALLNORM_OK, "open: %s", allnorm_last_error());
   const int asked = fake::calls_of("cudaFuncGetAttributes");
-  const char* const narrow = kHasClusters ? "compiled for 8.0" : "have no clusters";
+  const char* const narrow = kHasClusters ? "compiled for 8.0" : "at most 2048 packs";
   bool clusters = false, dependents = false;
   for (const int64_t hidden_size : {64, 4096, 4104, 8192, 32768, 32776}) {
     for (const int64_t num_tokens : {1, 40, 300}) {
@@ -334,6 +334,12 @@ void check_code(const Code& code) {
   call.cluster_size = 2;
   check(rank.run(call) == (whole ? ALLNORM_OK : ALLNORM_UNSUPPORTED), "cluster_size 2: %s",
         allnorm_last_error());
+  call = rank.norm(nullptr, 4, 8192);
+  call.flags |= ALLNORM_RESIDUAL_SHARDED;
+  call.algorithm = ALLNORM_TWO_SHOT;
+  check(rank.run(call) == (whole ? ALLNORM_OK : ALLNORM_UNSUPPORTED) &&
+            (kHasClusters || error_has("if rows have owners")),
+        "wide rows with owners: %s", allnorm_last_error());
   check(rank.run(nullptr) == ALLNORM_OK, "a refusal of all ranks broke the communicator");
 }
 
