@@ -21,6 +21,7 @@ MOST_RANKS = 8
 # Copied from csrc/gpu: enumerations, the values of Features, and lists of formats.
 _ENUMS = {"Grid": ("kSparse", "kDense", "kFew"), "Owned": ("kSum", "kFinished", "kGiven")}
 _FEATURES = {
+    "{}": "kBasic",  # clang's spelling
     "{false, false, false, false}": "kBasic",
     "{true, true, true, true}": "kExtended",
     "{false, true, true, true}": "kExtendedDense",
@@ -36,6 +37,7 @@ _FUNCTIONS = {
     "Owned": "owned_rows_kernel",
     "Local": "local_rows_kernel",
     "AnyRows": "local_kernel",
+    "WideRows": "wide_rows_kernel",
 }
 
 
@@ -64,6 +66,10 @@ class Variant:
     @property
     def is_local(self) -> bool:
         return self.kind.startswith("local")
+
+    @property
+    def is_wide(self) -> bool:
+        return self.kind.endswith("_wide")
 
     @property
     def most_ranks(self) -> int:
@@ -153,7 +159,7 @@ def _ranks(text: str, dtype: str) -> tuple[int, ...]:
 def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, ...], Variant]]:
     """Yields a table entry's kernels, each with its function name and template arguments."""
     kind, *rest = arguments
-    ranks = rest.pop(0) if entry in ("Fused", "Owned") else "k1"
+    ranks = rest.pop(0) if entry in ("Fused", "Owned", "WideRows") else "k1"
     formats = _FORMATS[rest.pop() if rest[-1] == "OnlyPlain" else rest[-1]]
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
     for dtype in DTYPES:
@@ -177,9 +183,37 @@ def _table() -> dict[tuple[str, ...], Variant]:
     return found
 
 
-def all_variants() -> set[Variant]:
-    """Returns every kernel that a library contains for each architecture."""
-    return set(_table().values())
+def all_variants(wide: bool = False) -> set[Variant]:
+    """Returns every kernel that a library contains for each architecture.
+
+    Args:
+        wide: Whether kernels for wide rows are included, which GPUs with clusters do without.
+    """
+    return {found for found in _table().values() if wide or not found.is_wide}
+
+
+def instantiation(variant: Variant) -> str:
+    """Returns the declaration of a kernel, for an explicit instantiation in namespace allnorm."""
+    function, *arguments = next(key for key, found in _table().items() if found == variant)
+    entry = next(entry for entry, name in _FUNCTIONS.items() if name == function)
+    kernel = {"Local": "LocalRows"}.get(entry, entry)
+    params = {"Owned": "OwnedRows", "AnyRows": "Local", "WideRows": "Fused"}.get(entry, entry)
+    return (
+        f"{function}<{kernel}Kernel<{', '.join(arguments)}>>"
+        f"(const __grid_constant__ {params}Params)"
+    )
+
+
+def traits(variant: Variant) -> tuple[str, ...]:
+    """Returns a kernel's dtype, kind, world size, features and format as words of its name."""
+    ranks = variant.world_size
+    return (
+        variant.dtype.lower(),
+        variant.kind,
+        "any" if ranks == ANY_WORLD_SIZE else f"x{ranks}",
+        {"kBasic": "basic", "kExtended": "extended", "kExtendedDense": "dense"}[variant.features],
+        "quantized" if variant.quantized else "plain",
+    )
 
 
 def _demangled(name: str) -> str:
@@ -197,4 +231,7 @@ def variant_of(name: str) -> Variant | None:
         return None
     arguments = re.sub(r"Features(\{.*?\})", lambda found: _FEATURES[found[1]], match[2])
     arguments = re.sub(r"\((\w+)\)(\d)", lambda e: _ENUMS[e[1]][int(e[2])], arguments)
-    return _table().get((match[1], *arguments.split(", ")))
+    words = arguments.split(", ")
+    if match[1] == _FUNCTIONS["WideRows"]:
+        words.pop()  # the number of parts, which the table leaves out
+    return _table().get((match[1], *words))
