@@ -212,9 +212,10 @@ ALLNORM_HD int butterfly_width(int count) {
 // (tests/numerics_test.cpp).
 ALLNORM_HD float divide_by_reciprocal(float a, float b, float reciprocal) {
   const float quotient = mul_rn(a, reciprocal);
-  // The remainder has the opposite sign. It is then -0.0 for an exact quotient, which preserves the
-  // sign of a zero quotient.
-  return fma_rn(-fma_rn(b, quotient, -a), reciprocal, quotient);
+  // The remainder of an exact quotient is +0.0, and its product with a negative number is -0.0,
+  // which preserves the sign of a zero quotient. The negation must not precede the remainder: where
+  // machines have a negated fma, g++ 12 then makes the remainder +0.0.
+  return fma_rn(fma_rn(b, quotient, -a), -reciprocal, quotient);
 }
 
 // Last part of numerics step 4: converts the sum of squares of a row to 1 / rms.
