@@ -114,6 +114,13 @@ struct Bfloat16 {
   }
 };
 
+// The compiler's type of 16 bits, for conversions. g++ for ARM has _Float16 from version 13 on.
+#if defined(__aarch64__)
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 struct Float16 {
   using Storage = uint16_t;
   static constexpr int kElemsPerWord = 2;
@@ -121,14 +128,14 @@ struct Float16 {
 #if defined(__CUDA_ARCH__)
     return __half2float(__ushort_as_half(v));
 #else
-    return static_cast<float>(bit_cast<_Float16>(v));
+    return static_cast<float>(bit_cast<Half>(v));
 #endif
   }
   ALLNORM_HD static Storage store(float v) {
 #if defined(__CUDA_ARCH__)
     return __half_as_ushort(__float2half_rn(v));
 #else
-    return v != v ? 0x7fff : bit_cast<uint16_t>(static_cast<_Float16>(v));
+    return v != v ? 0x7fff : bit_cast<uint16_t>(static_cast<Half>(v));
 #endif
   }
   ALLNORM_HD static void unpack(uint32_t word, float* z) {
