@@ -2,6 +2,7 @@
 // compiler flags select its instructions. All versions return the same bits: docs/numerics.md.
 #include "allnorm.h"
 #include "cpu/epilogue.h"
+#include "cpu/float_mode.h"
 #include "cpu/row.h"
 #include "cpu/row_task.h"
 #include "cpu/simd.h"
@@ -85,21 +86,13 @@ void run_dtype(const RowOp& op, const RowTask& task) {
 // or a library built with -ffast-math), and then this rank's bits would differ from its peers'.
 class DefaultFloatMode {
  public:
-#if defined(__x86_64__)
-  DefaultFloatMode() : saved_(_mm_getcsr()) {
-    constexpr unsigned kStatusFlags = 0x3f;
-    if ((saved_ & ~kStatusFlags) != kDefault) _mm_setcsr(kDefault);
+  ALLNORM_INLINE DefaultFloatMode() : saved_(float_mode()) {
+    if ((saved_ & kFloatControls) != kDefaultFloatMode) set_float_mode(kDefaultFloatMode);
   }
-  ~DefaultFloatMode() { _mm_setcsr(saved_); }
+  ALLNORM_INLINE ~DefaultFloatMode() { set_float_mode(saved_); }
 
  private:
-  // All exceptions masked, round to nearest, denormals kept.
-  static constexpr unsigned kDefault = 0x1f80;
-  unsigned saved_;
-#else
-  DefaultFloatMode() {}
-  ~DefaultFloatMode() {}
-#endif
+  const FloatMode saved_;
 };
 
 }  // namespace
