@@ -17,6 +17,7 @@
 # VENV=.venv               folder of the environment
 # CUDA=auto|on|off         whether to build the CUDA library (auto: if nvcc is found)
 # CUDA_ARCHS=auto          for example "80-real;90"
+# ARCH=aarch64             `make test-cpp`: emulated by qemu; needs g++-aarch64-linux-gnu and qemu-user
 # HIP=on                   `make inplace` also builds the HIP library, a preview for AMD GPUs: docs/amd.md
 # WHEEL=allnorm-*.whl      wheel that `make install` installs instead of building one
 # BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  extra arguments; MUTANTS_ARGS="--part 1/32" runs a part
@@ -40,9 +41,15 @@ ALIAS = latest
 RELEASE_ARCHS := 80-real;90-real;100f-real;120f-real;120-virtual
 RELEASE_GLIBC := 2.28
 
+HOST_ARCH := $(shell uname -m)
+ARCH ?= $(HOST_ARCH)
+ifneq ($(ARCH),$(HOST_ARCH))
+CROSS := $(ARCH)
+endif
+
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-BUILD := build
+BUILD := build$(CROSS:%=/%)
 DIST := dist
 CTEST_ARGS := --output-on-failure --no-tests=error --parallel $(shell getconf _NPROCESSORS_ONLN)
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -57,6 +64,8 @@ PACKAGE_SETTINGS = --config-settings=build-dir=$(PACKAGE_BUILD) \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
 	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
 
+TOOLCHAIN = $(CROSS:%=CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/%.cmake)
+
 .PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs docs-pages docs-version \
   pictures wheel release inplace install clean
 .DELETE_ON_ERROR:
@@ -67,7 +76,8 @@ bench: $(STAMPS)/install
 test: test-cpp test-python
 
 test-cpp: $(STAMPS)/run
-	cmake -G Ninja -S . -B $(BUILD)/cpp-tests -DALLNORM_BUILD_TESTS=ON -DALLNORM_CUDA=off --log-level=WARNING
+	cmake -G Ninja -S . -B $(BUILD)/cpp-tests $(TOOLCHAIN:%=-D%) -DALLNORM_BUILD_TESTS=ON -DALLNORM_CUDA=off \
+	  --log-level=WARNING
 	cmake --build $(BUILD)/cpp-tests
 	ctest --test-dir $(BUILD)/cpp-tests $(CTEST_ARGS)
 

@@ -92,8 +92,8 @@ constexpr bool kRanksAreThreads = true;
 #else
 constexpr bool kRanksAreThreads = false;
 #endif
-// Instrumented code takes ten times as long, so tests then run fewer cases.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+// Instrumented or emulated code takes ten times as long, so tests then run fewer cases.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(ALLNORM_EMULATED)
 constexpr int kFewer = 10;
 #else
 constexpr int kFewer = 1;
