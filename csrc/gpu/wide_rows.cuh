@@ -171,7 +171,7 @@ class WideRows {
     });
     // barrier: orders the maxima before their reads below. They are written again only after the
     // barriers in the next row's block_butterfly().
-    if (wide_groups) __syncthreads();
+    ALLNORM_FAULT(maxima_of_parts_read_early, , if (wide_groups) __syncthreads());
     for_each_part([&](int i, int pack) {
       if (live(pack) && Format::stores_y(epilogue_)) store_pack(epilogue_.out.at(row, pack), y[i]);
       Format::template store_chunk<Access>(epilogue_, row, pack / kPacksPerChunk, chunks_,

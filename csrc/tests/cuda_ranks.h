@@ -55,6 +55,7 @@ struct LaunchOn {
   int stream = 0;
   bool dependent = true;
   int num_blocks = 0;  // 0: the operation's number
+  int parts = 1;       // packs per thread: more than one for kernels of wide rows
 };
 
 // Returns the rows of the first launch. Some calls are split into two launches.
@@ -82,7 +83,8 @@ void launch_kernels(shim::Machine& machine, const AllnormCommConfig& config, Ope
         config.rank,
         {.num_blocks = static_cast<uint32_t>(choose_num_blocks(
              count, op.cluster_size, on.num_blocks == 0 ? op.num_blocks : on.num_blocks, 1)),
-         .num_threads = static_cast<uint32_t>(threads_of(params.fused.packs, op.cluster_size)),
+         .num_threads =
+             static_cast<uint32_t>(threads_of(params.fused.packs, op.cluster_size * on.parts)),
          .cluster_size = static_cast<uint32_t>(op.cluster_size),
          .dependent = on.dependent,
          .kernel =

@@ -1,6 +1,6 @@
-"""Compiles the kernels for AMD GPUs and prints what each needs.
+"""Compiles the kernels for AMD GPUs, prints what each needs, and checks their machine code.
 
-python tests/native/amd/run.py [--arch gfx950] [--only WORD]... [--jobs 2]
+python tests/native/amd/run.py [--arch gfx950]... [--only WORD]... [--jobs 2]
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from native.amd import compiler
+from native.amd.disassembly import disassemble
+from native.amd.rules import complaints, complaints_of_callee
 from native.sass.kernels import traits, variant_of
 
 
@@ -27,25 +29,38 @@ def main(
     ] = None,
     jobs: Annotated[int, typer.Option(help="compilers that run at once")] = 2,
 ) -> None:
-    """Compiles kernels to build/amd/ARCH and prints registers, spills and memory of each."""
+    """Compiles kernels to build/amd/ARCH and checks them."""
+    table = Table("arch", "kernel", "VGPRs", "spilled", "SGPRs spilled", "LDS", "scratch", "s")
+    wrong: list[str] = []
+    kernels = 0
     try:
         chosen = compiler.units(only or ())
-        table = Table("arch", "kernel", "VGPRs", "spilled", "SGPRs spilled", "LDS", "scratch", "s")
-        for architecture, unit, seconds in compiler.compile_all(
-            chosen, arch or compiler.ARCHITECTURES, jobs=jobs
-        ):
-            for name, needs in compiler.resources_of(unit.at(architecture)).items():
-                variant = variant_of(name)
+        compiled = compiler.compile_all(chosen, arch or compiler.ARCHITECTURES, jobs=jobs)
+        for architecture, unit, seconds in compiled:
+            time = f"{seconds:.1f}"  # of the code object, in the line of its first kernel
+            for function in disassemble(unit.at(architecture)):
+                needs, variant = function.needs, variant_of(function.name)
+                name = " ".join(traits(variant)) if variant else unit.name
+                if variant is not None:
+                    found = complaints(function, variant)
+                else:
+                    found = complaints_of_callee(function)
+                wrong += [f"{architecture} {name}: {text}" for text in found]
+                if needs is None:  # a function that kernels call
+                    continue
                 table.add_row(
-                    architecture,
-                    " ".join(traits(variant)) if variant else unit.name,
-                    *map(str, (needs.vector_registers, needs.vector_spills, needs.scalar_spills)),
-                    *map(str, (needs.shared_bytes, needs.scratch_bytes, f"{seconds:.1f}")),
+                    *(architecture, name, str(needs.vector_registers), str(needs.vector_spills)),
+                    *map(str, (needs.scalar_spills, needs.shared_bytes, needs.scratch_bytes)),
+                    time,
                 )
-                seconds = 0.0  # of the code object, so only in the line of its first kernel
+                time = ""
+                kernels += 1
     except (compiler.ToolMissingError, ValueError) as error:
         sys.exit(str(error))
     Console(width=120).print(table)
+    print(*wrong, sep="\n")
+    print(f"{kernels} kernels, {len(wrong)} violations of the rules")
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ FAULTS = (
     _races("cluster_does_not_join"),
     _races("scales_sent_before_staged"),
     _races("greatest_read_early", test="cuda_local_test"),
+    _wrong("maxima_of_parts_read_early", test="cuda_wide_test"),
     # Schedules.
     _wrong("next_row_not_sent", HANGS),
     _wrong("turns_do_not_add_up", "ns after it is due", test="cuda_pace_test"),
