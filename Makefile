@@ -19,6 +19,7 @@
 # CUDA_ARCHS=auto          for example "80-real;90"
 # ARCH=aarch64             `make test-cpp`: emulated by qemu; needs g++-aarch64-linux-gnu and qemu-user
 # HIP=on                   `make inplace` also builds the HIP library, a preview for AMD GPUs: docs/amd.md
+# HIP_ARCHS=gfx942;gfx950  targets of its kernels
 # WHEEL=allnorm-*.whl      wheel that `make install` installs instead of building one
 # BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  extra arguments; MUTANTS_ARGS="--part 1/32" runs a part
 # ALLNORM_REPOSITORY=URL   repository that the site links to
@@ -30,6 +31,7 @@ VENV ?= .venv
 CUDA ?= auto
 CUDA_ARCHS ?= auto
 HIP ?= off
+HIP_ARCHS ?= gfx942;gfx950
 WHEEL ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow and not long"
@@ -165,7 +167,7 @@ release: $(STAMPS)/run $(STAMPS)/release
 
 inplace: $(STAMPS)/run
 	cmake -G Ninja -S . -B $(BUILD)/inplace -DALLNORM_CUDA=$(CUDA) '-DALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' \
-	  -DALLNORM_HIP=$(HIP) --log-level=WARNING
+	  -DALLNORM_HIP=$(HIP) '-DALLNORM_HIP_ARCHITECTURES=$(HIP_ARCHS)' --log-level=WARNING
 	cmake --build $(BUILD)/inplace
 	cmake --install $(BUILD)/inplace --component runtime --prefix src
 	test '$(HIP)' != on || cmake --install $(BUILD)/inplace --component hip --prefix src

@@ -14,9 +14,8 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
     return 0;
   }
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
-  if (row_bytes % kPackBytes != 0 || row_bytes > int64_t{kMostPacks} * kPackBytes) {
-    return 0;
-  }
+  const int64_t most_packs = uses_owners(call) ? kMaxThreads * kMaxClusterSize : kMostPacks;
+  if (row_bytes % kPackBytes != 0 || row_bytes > most_packs * kPackBytes) return 0;
   const SlotBytes slot = slot_bytes(world_size, call);
   const int64_t slots = PushLayout::phases(workspace_bytes, 0).bytes / slot.bytes;
   return std::min(slots, kMaxRows / slot.rows) * slot.rows;
@@ -84,6 +83,9 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
   }
   const int64_t rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call);
   if (rows == 0) {
+    // Without clusters, rows with owners have a limit of their own.
+    const int32_t status = uses_owners(call) ? check_width(device_, call) : ALLNORM_OK;
+    if (status != ALLNORM_OK) return status;
     return fail(
         ALLNORM_UNSUPPORTED,
         "a row of %lld elements does not fit: expected a multiple of 16 bytes, at most %d packs "

@@ -340,6 +340,8 @@ void check_code(const Code& code) {
   check(rank.run(call) == (whole ? ALLNORM_OK : ALLNORM_UNSUPPORTED) &&
             (kHasClusters || error_has("if rows have owners")),
         "wide rows with owners: %s", allnorm_last_error());
+  check((allnorm_rows_per_chunk(2, kBytes, &call) > 0) == kHasClusters,
+        "the caller does not learn that wide rows with owners cannot run");
   check(rank.run(nullptr) == ALLNORM_OK, "a refusal of all ranks broke the communicator");
 }
 

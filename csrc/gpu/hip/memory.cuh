@@ -175,17 +175,18 @@ __device__ __forceinline__ T& shared_storage() {
   return storage;
 }
 
-// The address of an object in this block's shared memory.
+// The address of an object in this block's shared memory. Casts go through uintptr_t for the
+// compiler's host pass, whose pointers are wider.
 using SharedAddress = uint32_t;
 
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
-  return (SharedAddress)(hip::Shared<const char>)pointer;
+  return static_cast<SharedAddress>((uintptr_t)(hip::Shared<const char>)pointer);
 }
 __device__ __forceinline__ float load_shared(SharedAddress address) {
-  return *(hip::Shared<const float>)address;
+  return *(hip::Shared<const float>)static_cast<uintptr_t>(address);
 }
 __device__ __forceinline__ void store_shared(SharedAddress address, float value) {
-  *(hip::Shared<float>)address = value;
+  *(hip::Shared<float>)static_cast<uintptr_t>(address) = value;
 }
 
 // Returns the launch's dynamic shared memory.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pathlib
 import shutil
+import struct
 import subprocess
 import sys
 
 import pytest
+from limits import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
@@ -105,9 +107,33 @@ def host_code(runtime: pathlib.Path) -> pathlib.Path:
     return compile_library(path, sources, CSRC, CSRC / "gpu/hip", runtime.parent)
 
 
+def test_a_bundle_contains_its_code_objects_on_pages_of_their_own(tmp_path: pathlib.Path) -> None:
+    objects = {"gfx942": b"first" * 1000, "gfx950": b"second"}
+    parts = []
+    for target, code in objects.items():
+        (tmp_path / target).write_bytes(code)
+        parts.append(f"{target}={tmp_path / target}")
+    path = tmp_path / "bundle"
+    subprocess.run([sys.executable, ROOT / "tools/hip_bundle.py", path, *parts], check=True)
+    data = path.read_bytes()
+    magic, count = struct.unpack_from("<24sQ", data)
+    assert magic == b"__CLANG_OFFLOAD_BUNDLE__"
+    found, place = {}, 32
+    for _ in range(count):
+        begin, size, length = struct.unpack_from("<QQQ", data, place)
+        name = data[place + 24 : place + 24 + length].decode()
+        found[name] = data[begin : begin + size]
+        assert begin % 4096 == 0
+        place += 24 + length
+    host, *targets = found
+    assert host.startswith("host-")
+    assert found[host] == b""
+    assert {name.rpartition("-")[2]: found[name] for name in targets} == objects
+
+
 def lines_of(runtime: pathlib.Path, library: pathlib.Path, capability: int) -> list[str]:
     command = [sys.executable, "-c", PROGRAM, runtime, library, str(capability), ROOT / "src"]
-    done = subprocess.run(command, capture_output=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode().splitlines()
 
