@@ -126,6 +126,8 @@ def parse_operand(text: str) -> Operand:
         operand.negate, text = 1, text[1:]
     if text.startswith("|"):
         operand.absolute, text = 1, text.strip("|")
+    if text.startswith("lit("):  # a constant that also has a shorter encoding
+        text = text[4:-1]
     if found := _REGISTER.match(text):
         kind = found[1] or found[3]
         first = int(found[2] or found[4])

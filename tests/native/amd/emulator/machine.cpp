@@ -77,6 +77,8 @@ void Machine::add_code(const Encoded* code, size_t count) {
     in.target += first;
     in.run = table().find(in.name);
     if (in.run == nullptr) in.run = run_unknown;
+    const std::string name = in.name;
+    in.is_vector_load = name.starts_with("global_load") || name.starts_with("scratch_load");
     index_[in.address] = static_cast<uint32_t>(code_.size());
     code_.push_back(in);
   }
@@ -338,10 +340,20 @@ void Machine::run_some(Wave& wave, uint64_t most) {
 
 // ---- Waits --------------------------------------------------------------------------------------
 
+static bool awaits_local(const Wave& wave, const Operand& operand) {
+  RegisterSet awaited;
+  for (const LocalAccess& access : wave.local) {
+    awaited.add(access.first_register, access.registers);
+  }
+  return awaited.has(RegisterSet::number(operand), operand.words);
+}
+
 void Machine::check_awaited(const Wave& wave, const Instruction& in) const {
   for (uint32_t i = 0; i < in.num_operands; ++i) {
     const Operand& operand = in.operands[i];
     if (operand.kind != Kind::kVector && operand.kind != Kind::kScalar) continue;
+    // Vector loads return in order, so a load may replace what an earlier one has yet to write.
+    if (i == 0 && in.is_vector_load && !awaits_local(wave, operand)) continue;
     if (wave.awaited.has(RegisterSet::number(operand), operand.words)) {
       throw Stop("register " + std::string(operand.kind == Kind::kVector ? "v" : "s") +
                  std::to_string(operand.value) + " is used before its load was waited for");
@@ -405,10 +417,13 @@ void Machine::issue(Wave& wave, std::unique_ptr<Access> access) {
     if (access->address[lane] % alignment != 0) throw Stop("a misaligned access");
   }
   access->note_lines();
-  // Accesses of a wave to the same bytes take effect in order.
+  // Accesses of a wave to the same bytes, or into the same registers, take effect in order.
   for (Access* earlier : wave.pending) {
     if (earlier->is_done() || earlier->what == Access::What::kWriteBack) continue;
-    if (access->what != Access::What::kWriteBack && access->overlaps(*earlier)) {
+    if (access->what == Access::What::kWriteBack) continue;
+    const bool replaces = access->first_register < earlier->first_register + earlier->registers &&
+                          earlier->first_register < access->first_register + access->registers;
+    if (replaces || access->overlaps(*earlier)) {
       memory_.perform(wave, *earlier);
     }
   }

@@ -36,6 +36,7 @@ def test_every_instruction_is_tested() -> None:
         ("exec_hi", 1, 127, 1, (0, 0)),
         ("-1", 3, (1 << 64) - 1, 1, (0, 0)),
         ("0xff", 3, 255, 1, (0, 0)),
+        ("lit(0xff)", 3, 255, 1, (0, 0)),
         ("-0.5", 3, 0xBF00_0000, 1, (0, 0)),
         ("off", 0, 0, 0, (0, 0)),
     ],
@@ -46,7 +47,7 @@ def test_operands(text: str, kind: int, value: int, words: int, signs: tuple[int
     assert (operand.negate, operand.absolute) == signs
 
 
-@pytest.mark.parametrize("text", ["ttmp3", "v[0:", "lit", "sext(v1)", "0.25"])
+@pytest.mark.parametrize("text", ["ttmp3", "v[0:", "lits", "sext(v1)", "0.25"])
 def test_unknown_operands_are_refused(text: str) -> None:
     with pytest.raises(UnknownTextError, match="unknown operand"):
         parse_operand(text)

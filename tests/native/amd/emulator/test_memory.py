@@ -43,6 +43,20 @@ def test_a_register_cannot_be_used_before_the_wait_for_its_load(text: str, regis
     Bench(text, settings(checks_waits=False)).run()
 
 
+def test_a_load_may_replace_what_an_earlier_one_has_yet_to_write() -> None:
+    text = (
+        f"global_load_dword v12, v[2:3], off\nglobal_load_dword v12, v[2:3], off offset:4\n{WAIT}"
+    )
+    for seed in range(8):
+        bench = Bench(text, Settings(seed=seed))
+        bench.memory[:] = [k % 4 for k in range(len(bench.memory))]
+        bench.run()
+        assert bench.wave.vectors[12][0] == 1
+    # Shared memory is not in order with them.
+    with pytest.raises(StopError, match="v12 is used before"):
+        Bench("ds_read_b32 v12, v10\nglobal_load_dword v12, v[2:3], off").run()
+
+
 def test_a_register_can_be_used_after_the_wait_for_its_load() -> None:
     bench = Bench(
         "global_load_dword v12, v[2:3], off\nglobal_load_dword v13, v[2:3], off offset:4\n"

@@ -77,6 +77,7 @@ using Run = void (*)(Machine&, Wave&, const Instruction&);
 
 struct Instruction : Encoded {
   Run run = nullptr;
+  bool is_vector_load = false;  // of global or scratch memory
 };
 
 // A pending access of a wave to memory: memory.h.
