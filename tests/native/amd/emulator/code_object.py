@@ -5,6 +5,7 @@ The instructions are read from the text of llvm-objdump, so that AMD's own table
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import pathlib
@@ -270,7 +271,7 @@ class CodeObject:
     """A code object in this process's memory.
 
     Attributes:
-        lines: Its instructions, which a test may edit before the emulator gets them.
+        lines: Its instructions.
         image: Its bytes as they are loaded; kernels read constants from there.
         base: The address of the image.
     """
@@ -296,6 +297,9 @@ class CodeObject:
             for i in range(sections)
         ]
         self.size = size
+        self._encoded: ctypes.Array[Encoded] | None = None
+        accumulators = any(re.search(r"\ba(\d|\[)", line.operands) for line in self.lines)
+        self._vectors = 2 * _ACCUMULATORS if accumulators else 0
         self._symbols: dict[str, int] = {}
         for section in table:
             if section[1] != 2:  # SHT_SYMTAB
@@ -324,11 +328,9 @@ class CodeObject:
         properties, preloaded = struct.unpack_from("<HH", descriptor, 56)
         if resources1 >> 12 & 0xFF != _MODES or preloaded != 0:
             raise ValueError(f"{name}: modes {resources1:#x}, {preloaded} preloaded registers")
-        accumulators = any(re.search(r"\ba(\d|\[)", line.operands) for line in self.lines)
-        vectors = 2 * _ACCUMULATORS if accumulators else 8 * ((resources1 & 63) + 1)
         return Kernel(
             entry=self.base + at + entry,
-            vectors=vectors,
+            vectors=self._vectors or 8 * ((resources1 & 63) + 1),
             shared_bytes=shared,
             scratch_bytes=scratch,
             arguments_bytes=arguments,
@@ -337,12 +339,24 @@ class CodeObject:
         )
 
     def encoded(self) -> ctypes.Array[Encoded]:
-        """Returns all instructions as the emulator takes them."""
-        return encode_all(self.lines, self.base)
+        """Returns all instructions as the emulator takes them; computed once."""
+        if self._encoded is None:
+            self._encoded = encode_all(self.lines, self.base)
+        return self._encoded
 
-    def text_at(self, address: int) -> str:
-        """Returns the instruction at an address in memory, for messages."""
-        for line in self.lines:
-            if line.address == address - self.base:
-                return f"{line.name} {line.operands}"
-        return "no instruction"
+    def edited(self, changes: dict[int, tuple[str, str]]) -> CodeObject:
+        """Returns a code object with other instructions at some addresses.
+
+        Args:
+            changes: The mnemonic and the operands, by the address in the image. They must not be
+                branches.
+        """
+        result = copy.copy(self)
+        encoded = self.encoded()
+        result._encoded = type(encoded)(*encoded)
+        result.lines = list(self.lines)
+        for i, line in enumerate(self.lines):
+            if line.address in changes:
+                result.lines[i] = Line(line.address, *changes[line.address], line.num_bytes)
+                result._encoded[i] = encode_all([result.lines[i]], self.base)[0]
+        return result

@@ -1,0 +1,293 @@
+// Calls of all ranks for the emulator: their data, the parameters of their launches as the host
+// code makes them, and the comparison of results with the numerics page. A C library for calls.py.
+#include <cstring>
+#include <memory>
+#include <vector>
+
+// The declarations of kernels are not used here, but headers mention these words.
+#define __device__
+#define __forceinline__ inline
+#include "tests/cuda_calls.h"
+
+using namespace allnorm;           // NOLINT: this file is a program of its own
+using namespace allnorm::testing;  // NOLINT
+
+namespace {
+
+// A call to make. The fields have the same order in calls.py.
+struct Spec {
+  int32_t op;  // AllnormOp, or -1: everything is drawn
+  int32_t algorithm;
+  int32_t dtype;
+  int32_t weight_dtype;
+  int32_t quant;
+  int32_t group_size;
+  int32_t scale_format;
+  int32_t numerics;
+  int32_t flags;
+  int32_t normed;     // whether a quantizing call also returns the normed row
+  int32_t experts;    // whether partials are sums of experts' rows
+  int32_t dense;      // whether kernels for many rows are used
+  int32_t post_norm;  // whether the sum is normed first
+  int32_t num_blocks;
+  int64_t num_tokens;
+  int64_t hidden_size;
+  int32_t values;  // Values
+};
+enum Values { kMixed, kFinite, kZeros, kNasty };
+
+// A launch of one rank. The fields have the same order in calls.py.
+struct LaunchInfo {
+  char kind[24];  // as kernels.py of tests/native/sass names it
+  int32_t dtype;
+  int32_t format;  // RowFormat
+  int32_t experts, islands, post_step, all_formats;
+  int32_t num_blocks, num_threads;
+  int32_t num_bytes;
+  uint8_t parameters[1024];
+};
+static_assert(sizeof(OwnedRowsParams) <= sizeof(LaunchInfo::parameters));
+
+struct Calls {
+  int world_size;
+  uint32_t first_op;
+  int64_t workspace_bytes;
+  Random random;
+  std::vector<std::unique_ptr<Operation>> operations;
+  std::vector<std::vector<Pack>> workspaces;
+  std::vector<AllnormFault> faults;
+  std::vector<AllnormCommConfig> configs;
+};
+
+void fill_words(Matrix& matrix, Random& random, int values) {
+  for (int64_t row = 0; row < matrix.rows; ++row) {
+    for (int64_t i = 0; i < matrix.columns; ++i) {
+      uint32_t bits = finite_bits(random, matrix.dtype);
+      if (values == kZeros) bits = round_bits(matrix.dtype, random.below(2) == 0 ? 0.0f : -0.0f);
+      if (values == kNasty) bits = hurtful_bits(random, matrix.dtype);
+      matrix.set_bits(row, i, bits);
+    }
+  }
+}
+
+// Returns the name of the kernel kind, as launch.cu chooses it. Tests also use the kernels for many
+// rows and for few blocks with few rows.
+const char* kind_of(const Operation& op, bool few, bool wide) {
+  const bool one_shot = op.call.algorithm == ALLNORM_ONE_SHOT;
+  if (op.call.op == ALLNORM_ALL_GATHER_ROWS) return "owned_given";
+  if (is_sharded(op.call)) return "owned_finished";
+  if (wide) return one_shot ? "one_shot_wide" : "two_shot_wide";
+  if (!one_shot && !op.dense) return "two_shot";
+  if (!one_shot) return few ? "owned_sum_few" : "owned_sum";
+  if (few) return "one_shot_few";
+  return op.dense ? "one_shot_dense" : "one_shot";
+}
+
+// Some calls are split into two launches.
+int64_t rows_of_first_launch(const Calls& calls, const Operation& op) {
+  const int64_t half = op.call.num_tokens / 2 / calls.world_size * calls.world_size;
+  return half > 0 && op.call.num_tokens % 3 == 0 ? half : op.call.num_tokens;
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT Calls* calls_create(int world_size, uint64_t seed, uint32_t first_op, int64_t timeout_ns,
+                           int64_t workspace_bytes) {
+  auto* calls = new Calls{world_size, first_op, workspace_bytes, Random(seed), {}, {}, {}, {}};
+  calls->workspaces.resize(static_cast<size_t>(world_size));
+  calls->faults.resize(static_cast<size_t>(world_size));
+  for (auto& workspace : calls->workspaces) {
+    workspace.assign(static_cast<size_t>(workspace_bytes) / sizeof(Pack), Pack{~0u, ~0u, ~0u, ~0u});
+    const std::vector<char> control = first_control_block(first_op);
+    std::copy(control.begin(), control.end(), reinterpret_cast<char*>(workspace.data()));
+  }
+  for (int rank = 0; rank < world_size; ++rank) {
+    AllnormCommConfig config = {};
+    config.struct_bytes = sizeof(config);
+    config.rank = rank;
+    config.world_size = world_size;
+    config.workspace_bytes = workspace_bytes;
+    config.timeout_ns = timeout_ns;
+    config.first_op = first_op;
+    for (size_t r = 0; r < calls->workspaces.size(); ++r) {
+      config.workspaces[r] = calls->workspaces[r].data();
+    }
+    calls->configs.push_back(config);
+  }
+  return calls;
+}
+EXPORT void calls_destroy(Calls* calls) { delete calls; }
+
+// Adds a call. Its launches follow those of earlier calls.
+EXPORT void calls_add(Calls* calls, const Spec* spec) {
+  Random& random = calls->random;
+  AllnormCall call = {};
+  bool normed = spec->normed != 0;
+  if (spec->op < 0) {
+    call = make_call(random);
+    call.dtype = spec->dtype;
+    if (call.weight_dtype != ALLNORM_FLOAT32) call.weight_dtype = call.dtype;
+    if (call.post_weight != nullptr && call.post_weight_dtype != ALLNORM_FLOAT32) {
+      call.post_weight_dtype = call.dtype;
+    }
+    normed = random.below(2) == 0;
+  } else {
+    call.struct_bytes = sizeof(call);
+    call.op = spec->op;
+    call.algorithm = spec->algorithm;
+    call.dtype = spec->dtype;
+    call.weight_dtype = spec->weight_dtype;
+    call.numerics = spec->numerics;
+    call.flags = spec->flags;
+    call.eps = 1e-5f;
+    call.num_tokens = spec->num_tokens;
+    call.hidden_size = spec->hidden_size;
+    call.quant = spec->quant;
+    call.group_size = spec->group_size;
+    call.scale_format = spec->scale_format;
+    static const float kGlobal = 70.0f, kPlace = 1.0f;
+    if (spec->quant == ALLNORM_QUANT_NVFP4) call.global_scale = &kGlobal;
+    if (spec->post_norm != 0) {
+      call.post_weight = &kPlace;  // make_operation() replaces it
+      call.post_weight_dtype = call.dtype;
+      call.post_eps = 1e-6f;
+    }
+  }
+  auto op = std::make_unique<Operation>(make_operation(calls->world_size, random, call, normed));
+  if (spec->op < 0) {
+    random_experts(*op, random);
+  } else {
+    op->dense = spec->dense != 0;
+    if (spec->experts != 0) random_experts(*op, random, 8, 1);
+    if (spec->values != kMixed && spec->experts == 0) {
+      for (Matrix& x : op->x) fill_words(x, random, spec->values);
+      if (op->residual != nullptr) fill_words(*op->residual, random, spec->values);
+    }
+  }
+  op->cluster_size = 1;
+  op->num_blocks = spec->num_blocks > 0 ? spec->num_blocks : 2 + static_cast<int>(random.below(3));
+  calls->operations.push_back(std::move(op));
+}
+
+// Calls `add` for every piece of memory that kernels may access.
+EXPORT void calls_regions(Calls* calls, void (*add)(uint64_t begin, uint64_t bytes, int cached)) {
+  const auto give = [&](const void* data, size_t bytes, int cached = 1) {
+    if (data != nullptr) add(reinterpret_cast<uint64_t>(data), bytes, cached);
+  };
+  const auto give_matrix = [&](const Matrix& matrix) {
+    give(matrix.bytes.data(), matrix.bytes.size() * sizeof(matrix.bytes[0]));
+  };
+  for (auto& workspace : calls->workspaces)
+    give(workspace.data(), workspace.size() * sizeof(Pack), 0);
+  give(calls->faults.data(), calls->faults.size() * sizeof(AllnormFault), 0);
+  std::vector<const void*> shared;
+  for (auto& op : calls->operations) {
+    for (const auto* list : {&op->x, &op->out, &op->residual_out}) {
+      for (const Matrix& matrix : *list) give_matrix(matrix);
+    }
+    for (const auto* matrix : {&op->residual, &op->weight, &op->post_weight}) {
+      if (*matrix != nullptr) give_matrix(**matrix);
+    }
+    for (const Experts& experts : op->experts) {
+      if (experts.top_k == 0) continue;
+      give_matrix(*experts.rows);
+      if (experts.shared != nullptr) give_matrix(*experts.shared);
+      give(experts.index.data(), 4 * experts.index.size());
+      give(experts.weights.data(), 4 * experts.weights.size());
+    }
+    for (const QuantMemory& memory : op->quantized) {
+      give(memory.bytes.data(), memory.bytes.size());
+      give(memory.scales.data(), 4 * memory.scales.size());
+    }
+    const void* global = op->call.global_scale;
+    if (std::find(shared.begin(), shared.end(), global) == shared.end()) give(global, 4);
+    shared.push_back(global);
+  }
+}
+
+EXPORT int calls_num_launches(const Calls* calls, int op) {
+  const Operation& operation = *calls->operations[static_cast<size_t>(op)];
+  return rows_of_first_launch(*calls, operation) < operation.call.num_tokens ? 2 : 1;
+}
+
+EXPORT void calls_launch(Calls* calls, int op, int rank, int number, LaunchInfo* info) {
+  Operation& operation = *calls->operations[static_cast<size_t>(op)];
+  const AllnormCall call = call_of(operation, rank);
+  const int64_t cut = rows_of_first_launch(*calls, operation);
+  const int64_t first = number == 0 ? 0 : cut;
+  const int64_t count = number == 0 ? cut : call.num_tokens - cut;
+  const OwnedRowsParams params =
+      owned_rows_params(calls->configs[static_cast<size_t>(rank)], call, first, count,
+                        &calls->faults[static_cast<size_t>(rank)]);
+  Features needs = needs_of(operation.call);
+  needs.experts = params.fused.experts.top_k != 0;
+  const bool few = needs == kBasic && (call.num_tokens + rank) % 2 == 0;
+  const int parts = parts_of(params.fused.packs);
+  const char* const kind = kind_of(operation, few, parts > 1);
+  const bool is_owned = std::strncmp(kind, "owned", 5) == 0;
+  *info = {
+      .kind = {},
+      .dtype = call.dtype,
+      .format = static_cast<int32_t>(format_of(call)),
+      .experts = needs.experts,
+      .islands = needs.islands,
+      .post_step = needs.post_step,
+      .all_formats = needs.all_formats,
+      .num_blocks = choose_num_blocks(count, 1, operation.num_blocks, 1),
+      .num_threads = threads_of(params.fused.packs, parts),
+      .num_bytes = static_cast<int32_t>(is_owned ? sizeof(OwnedRowsParams) : sizeof(FusedParams)),
+      .parameters = {}};
+  std::strncpy(info->kind, kind, sizeof(info->kind) - 1);
+  std::memcpy(info->parameters, &params, static_cast<size_t>(info->num_bytes));
+}
+
+// Returns the number of wrong elements of a call on a rank.
+EXPORT int64_t calls_wrong(const Calls* calls, int op, int rank, int may_be_nan) {
+  const Operation& operation = *calls->operations[static_cast<size_t>(op)];
+  int64_t wrong = 0;
+  for (int64_t row = 0; row < operation.call.num_tokens; ++row) {
+    wrong +=
+        count_wrong(operation, rank, row, may_be_nan != 0 ? Allowed::kRightOrNan : Allowed::kRight);
+  }
+  return wrong;
+}
+
+// Returns the number of counters and slots of a rank that are not as they must be after all calls.
+EXPORT int64_t calls_not_at_rest(const Calls* calls, int rank) {
+  uint32_t next_op = calls->first_op;
+  for (size_t op = 0; op < calls->operations.size(); ++op) {
+    next_op += static_cast<uint32_t>(calls_num_launches(calls, static_cast<int>(op)));
+  }
+  const auto& workspace = calls->workspaces[static_cast<size_t>(rank)];
+  const char* own = reinterpret_cast<const char*>(workspace.data());
+  const auto* counters = reinterpret_cast<const uint64_t*>(own + PushControl::kCounters);
+  int64_t wrong = 0;
+  for (int i = 0; i < kMaxBlocks; ++i) {
+    wrong += static_cast<uint32_t>(counters[i]) != next_op || counters[i] != counters[0];
+  }
+  const auto* words = reinterpret_cast<const uint32_t*>(own + PushControl::kBytes);
+  for (int64_t i = 0; i < (calls->workspace_bytes - PushControl::kBytes) / 4; ++i) {
+    wrong += words[i] != kEmptyWord;
+  }
+  return wrong;
+}
+
+EXPORT void calls_fault(const Calls* calls, int rank, AllnormFault* fault) {
+  *fault = calls->faults[static_cast<size_t>(rank)];
+}
+
+// Tells a rank that the processes of its peers in the mask have ended.
+EXPORT void calls_set_died(Calls* calls, int rank, uint32_t peers) {
+  calls->faults[static_cast<size_t>(rank)].died = peers;
+}
+
+// Describes a call in a line.
+EXPORT void calls_describe(const Calls* calls, int op, char* text, int bytes) {
+  const AllnormCall& call = calls->operations[static_cast<size_t>(op)]->call;
+  std::snprintf(text, static_cast<size_t>(bytes),
+                "op %d algorithm %d dtype %d %lldx%lld flags %d numerics %d quant %d", call.op,
+                call.algorithm, call.dtype, static_cast<long long>(call.num_tokens),
+                static_cast<long long>(call.hidden_size), call.flags, call.numerics, call.quant);
+}

@@ -1,0 +1,133 @@
+"""Calls for the emulator: short ones for every commit, and one for every kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from native.sass.kernels import ANY_WORLD_SIZE, Variant, all_variants, traits
+
+from .calls import Call, Group, Outcome
+from .machine import Settings
+
+GFX942, GFX950 = "gfx942", "gfx950"
+ADD_RMS_NORM, ALL_GATHER_ROWS = 1, 2  # AllnormOp
+ONE_SHOT, TWO_SHOT = 0, 1
+SHARDED = 2  # ALLNORM_RESIDUAL_SHARDED
+PER_GROUP, NVFP4 = 1, 4
+WRAPS = 0xFFFFFFFD  # the counter of operations wraps after three
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Calls of a group, one after the other.
+
+    Attributes:
+        name: For the test's report.
+        cpu: The GPU.
+        ranks: The number of ranks.
+        calls: The calls.
+        late: Ranks that begin late.
+        first_op: The number of the first operation.
+    """
+
+    name: str
+    cpu: str
+    ranks: int
+    calls: tuple[Call, ...]
+    late: tuple[int, ...] = ()
+    first_op: int = WRAPS
+
+    def run(self, settings: Settings) -> Outcome:
+        """Runs the calls with the settings' seed."""
+        group = Group(
+            self.ranks,
+            self.cpu,
+            settings.seed,
+            first_op=self.first_op,
+            workspace_bytes=workspace_bytes(self.ranks, self.calls),
+        )
+        for call in self.calls:
+            group.add(call)
+        return group.run(settings, late=self.late)
+
+
+def workspace_bytes(ranks: int, calls: tuple[Call, ...]) -> int:
+    """Returns a size in which every call fits into one launch."""
+    most = max(call.rows * call.hidden for call in calls) * 4 * (ranks + 1)
+    size = 1 << 20
+    while size < 4 * most:
+        size *= 2
+    return size
+
+
+FP8 = {"quant": PER_GROUP, "group_size": 128}
+# With the kernels of these cases, each kind of kernel, dtype and number of ranks occurs.
+SHORT = (
+    Case("one_shot", GFX942, 2, (Call(3, 4096), Call(4, 2880, values="nasty"), Call(2, 64))),
+    Case("zeros", GFX942, 2, (Call(2, 2880, values="zeros"), Call(1, 4096, values="finite"))),
+    Case("modes", GFX942, 2, tuple(Call(2, 520, numerics=n, float32_weight=n < 2) for n in range(4))),
+    Case("many_operations", GFX942, 2, tuple(Call(1 + n % 3, 64) for n in range(40))),
+    Case("late", GFX942, 2, (Call(3, 512), Call(3, 512), Call(3, 512)), late=(1,)),
+    Case("one_shot_8", GFX942, 8, (Call(1, 4096), Call(4, 2880, values="nasty"))),
+    Case("late_8", GFX942, 8, (Call(2, 1024), Call(2, 1024)), late=(0, 5)),
+    Case("two_shot_8", GFX942, 8, (Call(2, 4096, algorithm=1), Call(5, 2880, algorithm=1))),
+    Case("owned_sum_4", GFX950, 4, (Call(5, 512, algorithm=1, dense=True),
+                                    Call(6, 2880, algorithm=1, dense=True))),
+    Case("fp8", GFX950, 2, (Call(3, 4096, **FP8), Call(2, 2048, **FP8, scale_format=1),
+                            Call(3, 7168 // 2, **FP8, scale_format=2, normed=False))),
+    Case("fp8_nasty", GFX950, 2, (Call(3, 4096, **FP8, values="nasty"),
+                                  Call(2, 4096, **FP8, values="zeros"))),
+    Case("fp8_sharded", GFX950, 2, (Call(5, 1024, algorithm=1, flags=SHARDED, **FP8, normed=False),
+                                    Call(4, 1024, algorithm=1, flags=SHARDED, **FP8))),
+    Case("any_number", GFX950, 3, (Call(3, 520, dtype="Float16"),
+                                   Call(2, 2880, dtype="Float16", values="nasty"))),
+    Case("wide", GFX942, 2, (Call(3, 7168), Call(2, 5120, values="nasty"))),
+    Case("wide_two_shot", GFX950, 2, (Call(2, 7168, algorithm=1), Call(1, 16384, algorithm=1))),
+    Case("gathered", GFX942, 2, (Call(5, 512, op=ALL_GATHER_ROWS, algorithm=1, dtype="Float32"),)),
+    Case("sharded", GFX942, 2, (Call(5, 1000, algorithm=1, flags=SHARDED, dtype="Float32"),)),
+    Case("experts", GFX950, 2, (Call(3, 1024, experts=True), Call(2, 520, post_norm=True))),
+)  # fmt: skip
+
+
+def _call_for(variant: Variant, rows: int, hidden: int) -> Call:
+    kind = variant.kind
+    two_shot = kind.startswith(("two_shot", "owned"))
+    quant: dict[str, int] = {}
+    if variant.quantized:
+        extended = variant.extended and rows % 2 == 0
+        quant = {"quant": NVFP4} if extended else dict(FP8)
+        hidden = hidden // 128 * 128
+    return Call(
+        rows,
+        hidden,
+        op=ALL_GATHER_ROWS if kind == "owned_given" else ADD_RMS_NORM,
+        algorithm=TWO_SHOT if two_shot else ONE_SHOT,
+        dtype=variant.dtype,
+        flags=SHARDED if kind == "owned_finished" else 0,
+        dense=kind in ("one_shot_dense", "owned_sum", "owned_sum_few"),
+        experts=variant.features == "kExtended",
+        post_norm=variant.extended and kind != "owned_given",
+        values="mixed" if rows % 3 else "nasty",
+        **quant,
+    )
+
+
+def case_for(variant: Variant, cpu: str) -> Case:
+    """Returns calls that run a kernel of the table, on some ranks if not on all."""
+    wide = variant.is_wide
+    widths = (7168, 5120) if wide else (512, 1024, 2880)
+    if variant.dtype == "Float32":
+        widths = (2304, 4096) if wide else (256, 1024, 1440)
+    ranks = variant.world_size
+    if ranks == ANY_WORLD_SIZE:
+        ranks = 3 if variant.dtype != "Float32" else 5
+    calls = tuple(_call_for(variant, 1 + k, width) for k, width in enumerate((*widths, widths[0])))
+    return Case("-".join(traits(variant)), cpu, ranks, calls)
+
+
+def all_kernels(cpu: str) -> Iterator[Case]:
+    """Yields a case for every kernel that exchanges rows."""
+    for variant in sorted(all_variants(wide=True), key=traits):
+        if not variant.is_local:
+            yield case_for(variant, cpu)

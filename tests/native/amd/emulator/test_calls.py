@@ -1,0 +1,56 @@
+"""Tests that the kernels for AMD GPUs, executed by the emulator, return every bit as specified."""
+
+from __future__ import annotations
+
+import pytest
+
+from native.sass.kernels import all_variants, traits
+
+from .calls import Call, Group
+from .cases import GFX942, SHORT, Case, all_kernels
+from .machine import Settings
+
+OK, TIMEOUT, PEER_DIED = 0, 3, 7  # AllnormStatus
+SEEDS = (1, 2)
+DEADLINE_NS = 400_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in SHORT])
+def test_short_calls(case: Case) -> None:
+    for seed in SEEDS:
+        outcome = case.run(Settings(seed=seed))
+        assert outcome.is_right, (seed, outcome)
+
+
+@pytest.mark.slow
+def test_a_peer_that_does_not_come_is_reported() -> None:
+    group = Group(2, GFX942, 1, timeout_ns=DEADLINE_NS, first_op=7)
+    group.add(Call(3, 512))
+    group.add(Call(3, 512))  # does not wait again
+    outcome = group.run(Settings(), absent=[1])
+    fault = outcome.faults[0]
+    assert (fault.status, fault.rank, fault.peer, fault.expected_op) == (TIMEOUT, 0, 1, 7)
+    assert outcome.wrong == [0, 0]  # each element is right or NaN
+
+
+@pytest.mark.slow
+def test_a_peer_whose_process_has_ended_is_reported() -> None:
+    group = Group(2, GFX942, 1, timeout_ns=4 * DEADLINE_NS, first_op=7)
+    group.add(Call(3, 512))
+    group.set_died(0, 1 << 1)
+    outcome = group.run(Settings(), absent=[1])
+    fault = outcome.faults[0]
+    assert (fault.status, fault.peer, fault.expected_op) == (PEER_DIED, 1, 7)
+
+
+@pytest.mark.slow
+def test_equal_seeds_give_equal_runs() -> None:
+    counts = [SHORT[0].run(Settings(seed=5)).instructions for _ in range(2)]
+    assert counts[0] == counts[1]
+
+
+def test_every_kernel_that_exchanges_rows_has_a_case() -> None:
+    cases = list(all_kernels(GFX942))
+    names = {"-".join(traits(found)) for found in all_variants(wide=True) if not found.is_local}
+    assert {case.name for case in cases} == names
