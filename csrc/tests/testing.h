@@ -113,7 +113,7 @@ inline void run_ranks(int world_size, const std::function<void(int)>& body) {
     const pid_t child = fork();
     if (child == 0) {
       g_failures = 0;
-      alarm(120);
+      alarm(120 * kFewer);
       body(rank);
       fflush(nullptr);
       _exit(g_failures == 0 ? 0 : 1);
