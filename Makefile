@@ -17,7 +17,8 @@
 # VENV=.venv               folder of the environment
 # CUDA=auto|on|off         whether to build the CUDA library (auto: if nvcc is found)
 # CUDA_ARCHS=auto          for example "80-real;90"
-# ARCH=aarch64             `make test-cpp`: emulated by qemu; needs g++-aarch64-linux-gnu and qemu-user
+# ARCH=aarch64             `make release`: a wheel for this processor; `make test-cpp`: emulated by qemu-user.
+#                          Both need g++-aarch64-linux-gnu
 # HIP=on                   `make inplace` also builds the HIP library, a preview for AMD GPUs: docs/amd.md
 # HIP_ARCHS=gfx942;gfx950  targets of its kernels
 # WHEEL=allnorm-*.whl      wheel that `make install` installs instead of building one
@@ -65,8 +66,15 @@ PACKAGE_BUILD = $(BUILD)/package
 PACKAGE_SETTINGS = --config-settings=build-dir=$(PACKAGE_BUILD) \
 	--config-settings=cmake.define.ALLNORM_CUDA=$(CUDA) \
 	'--config-settings=cmake.define.ALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)'
-
 TOOLCHAIN = $(CROSS:%=CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/%.cmake)
+ifdef CROSS
+CUDA_RUNTIME = $(BUILD)/cuda-runtime
+PACKAGE_SETTINGS += --config-settings=cmake.define.$(TOOLCHAIN) \
+	--config-settings=cmake.define.ALLNORM_CUDA_RUNTIME=$(abspath $(CUDA_RUNTIME)/nvidia/cu13/lib)
+endif
+# The variable is the platform in the wheel's tag.
+MAKE_WHEEL = $(CROSS:%=_PYTHON_HOST_PLATFORM=linux-%) \
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS)
 
 .PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs docs-pages docs-version \
   pictures wheel release inplace install clean
@@ -153,17 +161,23 @@ pictures: $(STAMPS)/install $(STAMPS)/test
 install: $(STAMPS)/install
 
 wheel: $(STAMPS)/run
-	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) -w $(DIST) .
+	$(MAKE_WHEEL) -w $(DIST) .
 
 release: override CUDA = on
 release: override CUDA_ARCHS = $(RELEASE_ARCHS)
 release: PACKAGE_BUILD = $(BUILD)/release/build
-release: $(STAMPS)/run $(STAMPS)/release
+# auditwheel takes only tags of this machine's processor; for another one it finds the oldest glibc itself.
+release: RELEASE_TAG = $(if $(CROSS),auto,manylinux_$(subst .,_,$(RELEASE_GLIBC))_$(ARCH))
+release: $(STAMPS)/run $(STAMPS)/release $(CUDA_RUNTIME)
 	rm -rf $(BUILD)/release/wheel
-	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS) \
-	  --config-settings=cmake.define.ALLNORM_GLIBC=$(RELEASE_GLIBC) -w $(BUILD)/release/wheel .
-	$(BIN)/auditwheel repair --only-plat --plat manylinux_$(subst .,_,$(RELEASE_GLIBC))_$(shell uname -m) \
-	  -w $(DIST) $(BUILD)/release/wheel/*.whl
+	$(MAKE_WHEEL) --config-settings=cmake.define.ALLNORM_GLIBC=$(RELEASE_GLIBC) -w $(BUILD)/release/wheel .
+	$(BIN)/auditwheel repair --only-plat --plat $(RELEASE_TAG) -w $(DIST) $(BUILD)/release/wheel/*.whl
+
+# nvcc compiles for all processors but comes with the runtime of this machine's.
+$(BUILD)/cuda-runtime: | $(STAMPS)/run
+	version=$$(nvcc --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'); \
+	$(BIN)/pip install --quiet --target $@ --no-deps --only-binary=:all: \
+	  $(foreach glibc,17 27 28,--platform manylinux_2_$(glibc)_$(ARCH)) "nvidia-cuda-runtime==$$version.*"
 
 inplace: $(STAMPS)/run
 	cmake -G Ninja -S . -B $(BUILD)/inplace -DALLNORM_CUDA=$(CUDA) '-DALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' \

@@ -19,8 +19,15 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
+if(CMAKE_CROSSCOMPILING)
+  # CUDA's headers are the same for all processors, so this machine's are used. Its libraries are not.
+  if(NOT EXISTS "${ALLNORM_CUDA_RUNTIME}/libcudart_static.a")
+    message(FATAL_ERROR "ALLNORM_CUDA_RUNTIME=${ALLNORM_CUDA_RUNTIME}: expected the folder with "
+        "libcudart_static.a for ${CMAKE_SYSTEM_PROCESSOR}")
+  endif()
+  string(APPEND CMAKE_CUDA_FLAGS " -target-dir ${CMAKE_HOST_SYSTEM_PROCESSOR}-linux -L${ALLNORM_CUDA_RUNTIME}")
+endif()
 enable_language(CUDA)
-find_package(CUDAToolkit REQUIRED)
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/gpu/*.cu)
 add_library(allnorm_cuda SHARED ${cuda_sources})
@@ -42,5 +49,8 @@ option(ALLNORM_STAMPS "Record when each warp passes certain points of a kernel, 
 if(ALLNORM_STAMPS)
   target_compile_definitions(allnorm_cuda PRIVATE ALLNORM_STAMPS)
 endif()
-target_link_libraries(allnorm_cuda PRIVATE CUDA::cudart_static)
+if(NOT CMAKE_CROSSCOMPILING) # else find_package() would find this machine's runtime; that in -L is linked
+  find_package(CUDAToolkit REQUIRED)
+  target_link_libraries(allnorm_cuda PRIVATE CUDA::cudart_static)
+endif()
 add_package_library(allnorm_cuda LINKER:--no-undefined)
