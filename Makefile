@@ -5,6 +5,7 @@
 #   make lint      runs the linters of CI              make format   fixes what the linters can fix
 #   make test-engines  tests the plugins in serving engines, without GPUs; installs about 1 GB per engine
 #   make sanitize  runs C++ tests under sanitizers     make wheel    builds dist/*.whl
+#   make amd       compiles all kernels for AMD GPUs with clang 22 and checks their machine code; takes minutes
 #   make mutants   injects faults into the native sources, one at a time, and checks that tests fail
 #   make docs      builds the site in build/site, with pages from docstrings, options and heads of files
 #   make docs-version  commits the site of this version to the local branch gh-pages, and pushes nothing
@@ -22,7 +23,7 @@
 # HIP=on                   `make inplace` also builds the HIP library, a preview for AMD GPUs: docs/amd.md
 # HIP_ARCHS=gfx942;gfx950  targets of its kernels
 # WHEEL=allnorm-*.whl      wheel that `make install` installs instead of building one
-# BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=  extra arguments; MUTANTS_ARGS="--part 1/32" runs a part
+# BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=, AMD_ARGS=  extra arguments; MUTANTS_ARGS="--part 1/32" runs a part
 # ALLNORM_REPOSITORY=URL   repository that the site links to
 # VERSION=0.1.0, ALIAS=latest  of `make docs-version`; by default the package's version
 # SANITIZERS=thread        sanitizers of `make sanitize`; SANITIZE_PART=2/4 runs a quarter of the tests
@@ -37,6 +38,7 @@ WHEEL ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow and not long"
 MUTANTS_ARGS ?=
+AMD_ARGS ?=
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/allnorm/_version.py)
 ALIAS = latest
 # Machine code per GPU generation, family-specific for 10 and 12 (for the e2m1 instruction), and PTX of
@@ -76,7 +78,7 @@ endif
 MAKE_WHEEL = $(CROSS:%=_PYTHON_HOST_PLATFORM=linux-%) \
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS)
 
-.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants docs docs-pages docs-version \
+.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants amd docs docs-pages docs-version \
   pictures wheel release inplace install clean
 .DELETE_ON_ERROR:
 
@@ -126,6 +128,9 @@ sanitize: $(STAMPS)/run
 
 mutants: $(STAMPS)/run
 	$(BIN)/python tests/native/kernel_mutants/run.py $(MUTANTS_ARGS)
+
+amd: $(STAMPS)/run $(STAMPS)/test
+	$(BIN)/python tests/native/amd/run.py $(AMD_ARGS)
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .

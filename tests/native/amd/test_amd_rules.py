@@ -139,7 +139,7 @@ def test_scratch_memory_of_kernels_with_and_without_spills() -> None:
     assert list(rules.head(kernel(store, load, END), VARIANT)) != []
     assert list(rules.head(kernel(load, store, END), VARIANT)) == []
     assert list(rules.spills(kernel(load, store, END), VARIANT)) != []
-    assert list(rules.spills(kernel(END, spills=99, scratch_bytes=416), VARIANT)) != []
+    assert list(rules.spills(kernel(END, spills=1, scratch_bytes=32), VARIANT)) != []
     assert list(rules.spills(kernel(END, scratch_bytes=16), VARIANT)) == []
     assert list(rules.spills(kernel(END, scratch_bytes=496), VARIANT)) != []
 
