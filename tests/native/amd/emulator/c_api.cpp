@@ -51,6 +51,9 @@ EXPORT int emu_run(Machine* machine, uint64_t most) {
   return guarded([&] { machine->run(most); });
 }
 EXPORT uint64_t emu_instructions(const Machine* machine) { return machine->instructions(); }
+EXPORT int emu_has_executed(const Machine* machine, uint64_t address) {
+  return machine->has_executed(address);
+}
 EXPORT uint64_t emu_clock(const Machine* machine) { return machine->clock(); }
 
 // Writes the names of all instructions that the emulator knows, separated by spaces.

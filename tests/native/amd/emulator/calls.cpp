@@ -28,6 +28,7 @@ struct Spec {
   int32_t normed;     // whether a quantizing call also returns the normed row
   int32_t experts;    // whether partials are sums of experts' rows
   int32_t dense;      // whether kernels for many rows are used
+  int32_t few;        // whether some ranks use the kernels for few blocks
   int32_t post_norm;  // whether the sum is normed first
   int32_t num_blocks;
   int64_t num_tokens;
@@ -54,6 +55,7 @@ struct Calls {
   int64_t workspace_bytes;
   Random random;
   std::vector<std::unique_ptr<Operation>> operations;
+  std::vector<bool> few;  // of each operation
   std::vector<std::vector<Pack>> workspaces;
   std::vector<AllnormFault> faults;
   std::vector<AllnormCommConfig> configs;
@@ -95,7 +97,7 @@ int64_t rows_of_first_launch(const Calls& calls, const Operation& op) {
 
 EXPORT Calls* calls_create(int world_size, uint64_t seed, uint32_t first_op, int64_t timeout_ns,
                            int64_t workspace_bytes) {
-  auto* calls = new Calls{world_size, first_op, workspace_bytes, Random(seed), {}, {}, {}, {}};
+  auto* calls = new Calls{world_size, first_op, workspace_bytes, Random(seed), {}, {}, {}, {}, {}};
   calls->workspaces.resize(static_cast<size_t>(world_size));
   calls->faults.resize(static_cast<size_t>(world_size));
   for (auto& workspace : calls->workspaces) {
@@ -169,6 +171,7 @@ EXPORT void calls_add(Calls* calls, const Spec* spec) {
   op->cluster_size = 1;
   op->num_blocks = spec->num_blocks > 0 ? spec->num_blocks : 2 + static_cast<int>(random.below(3));
   calls->operations.push_back(std::move(op));
+  calls->few.push_back(spec->few != 0);
 }
 
 // Calls `add` for every piece of memory that kernels may access.
@@ -223,7 +226,8 @@ EXPORT void calls_launch(Calls* calls, int op, int rank, int number, LaunchInfo*
                         &calls->faults[static_cast<size_t>(rank)]);
   Features needs = needs_of(operation.call);
   needs.experts = params.fused.experts.top_k != 0;
-  const bool few = needs == kBasic && (call.num_tokens + rank) % 2 == 0;
+  const bool few =
+      calls->few[static_cast<size_t>(op)] && needs == kBasic && (call.num_tokens + rank) % 2 == 0;
   const int parts = parts_of(params.fused.packs);
   const char* const kind = kind_of(operation, few, parts > 1);
   const bool is_owned = std::strncmp(kind, "owned", 5) == 0;

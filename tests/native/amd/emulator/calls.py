@@ -38,7 +38,7 @@ class _Spec(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
             "op", "algorithm", "dtype", "weight_dtype", "quant", "group_size", "scale_format",
-            "numerics", "flags", "normed", "experts", "dense", "post_norm", "num_blocks",
+            "numerics", "flags", "normed", "experts", "dense", "few", "post_norm", "num_blocks",
         )),
         ("num_tokens", ctypes.c_int64),
         ("hidden_size", ctypes.c_int64),
@@ -82,6 +82,7 @@ class Call:
         normed: Whether a quantizing call also returns the normed row.
         experts: Whether partials are sums of experts' rows.
         dense: Whether the kernels for many rows are used.
+        few: Whether some ranks use the kernels for few blocks.
         post_norm: Whether the sum is normed before the residual is added.
         num_blocks: Blocks of a launch at most; 0 draws 2 to 4.
         values: `mixed`, `finite`, `zeros` or `nasty`.
@@ -101,6 +102,7 @@ class Call:
     normed: bool = True
     experts: bool = False
     dense: bool = False
+    few: bool = True
     post_norm: bool = False
     num_blocks: int = 0
     values: str = "mixed"
@@ -120,6 +122,7 @@ class Call:
             normed=self.normed,
             experts=self.experts,
             dense=self.dense,
+            few=self.few,
             post_norm=self.post_norm,
             num_blocks=self.num_blocks,
             num_tokens=self.rows,
@@ -138,6 +141,7 @@ class Outcome:
         faults: Each rank's failure record.
         instructions: Instructions that waves have run.
         kernels: The kernels that were used.
+        executed: For each kernel, the addresses of the instructions that some wave has run.
     """
 
     wrong: list[int]
@@ -145,6 +149,7 @@ class Outcome:
     faults: list[Fault]
     instructions: int
     kernels: set[Variant]
+    executed: dict[Variant, set[int]]
 
     @property
     def is_right(self) -> bool:
@@ -182,13 +187,21 @@ def kernel_for(info: _LaunchInfo, world_size: int) -> Variant:
 
 
 @functools.cache
-def loaded(variant: Variant, cpu: str) -> CodeObject:
-    """Returns a kernel's code object, compiled once per process."""
+def loaded(variant: Variant, cpu: str, faults: tuple[str, ...] = ()) -> CodeObject:
+    """Returns a kernel's code object, compiled once.
+
+    Args:
+        variant: The kernel.
+        cpu: The GPU.
+        faults: Names of switches for deliberate faults (csrc/protocol/fault_switch.h).
+    """
     unit = unit_of(variant)
-    build = BUILD / key_of(CSRC.rglob("*.*h"))
+    flags = [f"-DALLNORM_FAULT_{fault}=1" for fault in faults]
+    flags += ["-Wno-error"] if faults else []
+    build = BUILD / key_of(CSRC.rglob("*.*h"), flags)
     if not unit.at(cpu, build).exists():
         with tempfile.TemporaryDirectory() as scratch:
-            compile_unit(unit, cpu, pathlib.Path(scratch))
+            compile_unit(unit, cpu, pathlib.Path(scratch), flags)
             unit.at(cpu, build).parent.mkdir(parents=True, exist_ok=True)
             publish(unit.at(cpu, pathlib.Path(scratch)), unit.at(cpu, build))
     return CodeObject(unit.at(cpu, build), cpu)
@@ -253,6 +266,8 @@ class Group:
         absent: Iterable[int] = (),
         late: Iterable[int] = (),
         edit: Edit | None = None,
+        faults: tuple[str, ...] = (),
+        caches_workspaces: bool = False,
         most_instructions: int = MOST_INSTRUCTIONS,
     ) -> Outcome:
         """Runs all calls; may be called once.
@@ -262,6 +277,8 @@ class Group:
             absent: Ranks that make no call.
             late: Ranks that begin late.
             edit: Returns a code object to use in place of the given one.
+            faults: Switches for deliberate faults that the kernels are compiled with.
+            caches_workspaces: Whether caches may keep workspaces, which the host code prevents.
             most_instructions: Instructions after which the run has failed to end.
 
         Raises:
@@ -269,10 +286,18 @@ class Group:
         """
         machine = Machine(self.world_size, settings)
         try:
-            return self._run(machine, set(absent), set(late), edit, most_instructions)
+            self._declare(machine, caches_workspaces)
+            return self._run(machine, set(absent), set(late), edit, faults, most_instructions)
         finally:
             machine.close()
             _library().calls_destroy(self._calls)
+
+    def _declare(self, machine: Machine, caches_workspaces: bool) -> None:
+        def add(begin: int, num_bytes: int, cached: int) -> None:
+            machine.add_region(begin, num_bytes, cached=bool(cached) or caches_workspaces)
+
+        declare = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
+        _library().calls_regions(self._calls, declare(add))
 
     def _run(
         self,
@@ -280,13 +305,9 @@ class Group:
         absent: set[int],
         late: set[int],
         edit: Edit | None,
+        faults: tuple[str, ...],
         most_instructions: int,
     ) -> Outcome:
-        declare = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
-        _library().calls_regions(
-            self._calls,
-            declare(lambda at, count, kept: machine.add_region(at, count, cached=bool(kept))),
-        )
         codes: dict[Variant, CodeObject] = {}
         for rank in sorted(set(range(self.world_size)) - absent):
             if rank in late:
@@ -297,7 +318,7 @@ class Group:
                     _library().calls_launch(self._calls, op, rank, number, ctypes.byref(info))
                     variant = kernel_for(info, self.world_size)
                     if variant not in codes:
-                        code = loaded(variant, self.cpu)
+                        code = loaded(variant, self.cpu, faults)
                         codes[variant] = edit(code) if edit else code
                         machine.add_code(codes[variant])
                     (name,) = codes[variant].kernels()
@@ -327,4 +348,5 @@ class Group:
             faults=faults,
             instructions=machine.instructions,
             kernels=set(codes),
+            executed={variant: machine.executed(code) for variant, code in codes.items()},
         )

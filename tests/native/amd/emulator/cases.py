@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from native.sass.kernels import ANY_WORLD_SIZE, Variant, all_variants, traits
 
-from .calls import Call, Group, Outcome
+from .calls import MOST_INSTRUCTIONS, Call, Edit, Group, Outcome
 from .machine import Settings
 
 GFX942, GFX950 = "gfx942", "gfx950"
@@ -38,8 +38,16 @@ class Case:
     late: tuple[int, ...] = ()
     first_op: int = WRAPS
 
-    def run(self, settings: Settings) -> Outcome:
-        """Runs the calls with the settings' seed."""
+    def run(
+        self,
+        settings: Settings,
+        *,
+        edit: Edit | None = None,
+        faults: tuple[str, ...] = (),
+        caches_workspaces: bool = False,
+        most_instructions: int = MOST_INSTRUCTIONS,
+    ) -> Outcome:
+        """Runs the calls with the settings' seed; see Group.run()."""
         group = Group(
             self.ranks,
             self.cpu,
@@ -49,7 +57,14 @@ class Case:
         )
         for call in self.calls:
             group.add(call)
-        return group.run(settings, late=self.late)
+        return group.run(
+            settings,
+            late=self.late,
+            edit=edit,
+            faults=faults,
+            caches_workspaces=caches_workspaces,
+            most_instructions=most_instructions,
+        )
 
 
 def workspace_bytes(ranks: int, calls: tuple[Call, ...]) -> int:
@@ -66,7 +81,8 @@ FP8 = {"quant": PER_GROUP, "group_size": 128}
 SHORT = (
     Case("one_shot", GFX942, 2, (Call(3, 4096), Call(4, 2880, values="nasty"), Call(2, 64))),
     Case("zeros", GFX942, 2, (Call(2, 2880, values="zeros"), Call(1, 4096, values="finite"))),
-    Case("modes", GFX942, 2, tuple(Call(2, 520, numerics=n, float32_weight=n < 2) for n in range(4))),
+    Case("modes", GFX942, 2,
+         tuple(Call(2, 520, numerics=n, float32_weight=n < 2) for n in range(4))),
     Case("many_operations", GFX942, 2, tuple(Call(1 + n % 3, 64) for n in range(40))),
     Case("late", GFX942, 2, (Call(3, 512), Call(3, 512), Call(3, 512)), late=(1,)),
     Case("one_shot_8", GFX942, 8, (Call(1, 4096), Call(4, 2880, values="nasty"))),
@@ -131,3 +147,16 @@ def all_kernels(cpu: str) -> Iterator[Case]:
     for variant in sorted(all_variants(wide=True), key=traits):
         if not variant.is_local:
             yield case_for(variant, cpu)
+
+
+def shapes(cpu: str) -> Iterator[Case]:
+    """Yields 1 to 128 rows of the widths of models, with 2, 4 and 8 ranks."""
+    for ranks in (2, 4, 8):
+        for hidden in (2880, 4096, 7168):
+            for rows in (1, 2, 3, 8, 16, 64, 128):
+                quant = FP8 if cpu == GFX950 and hidden % 128 == 0 else {}
+                for algorithm in (ONE_SHOT, TWO_SHOT):
+                    call = Call(
+                        rows, hidden, algorithm=algorithm, num_blocks=min(rows, 8) + 1, **quant
+                    )
+                    yield Case(f"{rows}x{hidden}, algorithm {algorithm}", cpu, ranks, (call,))

@@ -81,6 +81,7 @@ void Machine::add_code(const Encoded* code, size_t count) {
     in.is_vector_load = name.starts_with("global_load") || name.starts_with("scratch_load");
     index_[in.address] = static_cast<uint32_t>(code_.size());
     code_.push_back(in);
+    executed_.push_back(0);
   }
 }
 
@@ -319,6 +320,7 @@ void Machine::run_some(Wave& wave, uint64_t most) {
     try {
       if (wave.awaits && settings_.checks_waits) check_awaited(wave, in);
       ++instructions_;
+      executed_[wave.pc] = 1;
       ++wave.pc;
       in.run(*this, wave, in);
     } catch (const Stop& stop) {

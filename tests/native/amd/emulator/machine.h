@@ -55,6 +55,8 @@ class Machine {
   const Settings& settings() const { return settings_; }
   uint64_t instructions() const { return instructions_; }
   uint64_t clock() const { return clock_; }
+  // Whether a wave has run the instruction at an address.
+  bool has_executed(uint64_t address) const { return executed_[index_of(address)] != 0; }
 
   // Adds instructions whose addresses are those of the code in memory.
   void add_code(const Encoded* code, size_t count);
@@ -113,6 +115,7 @@ class Machine {
   Memory memory_;
   Schedule schedule_;
   std::vector<Instruction> code_;
+  std::vector<uint8_t> executed_;
   std::unordered_map<uint64_t, uint32_t> index_;
   std::vector<Rank> ranks_;
   std::vector<Wave*> live_;

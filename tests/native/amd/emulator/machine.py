@@ -91,6 +91,7 @@ def _library() -> ctypes.CDLL:
         "emu_run": (ctypes.c_int, [pointer, u64]),
         "emu_instructions": (u64, [pointer]),
         "emu_clock": (u64, [pointer]),
+        "emu_has_executed": (ctypes.c_int, [pointer, u64]),
         "emu_names": (None, [ctypes.c_char_p, ctypes.c_size_t]),
         "emu_lone_wave": (pointer, [pointer, u32]),
         "emu_run_alone": (ctypes.c_int, [pointer, pointer, u64]),
@@ -223,6 +224,11 @@ class Machine:
     def instructions(self) -> int:
         """The number of instructions that waves have run."""
         return int(_library().emu_instructions(self.handle))
+
+    def executed(self, code: CodeObject) -> set[int]:
+        """Returns the addresses in a code object's image that waves have run."""
+        ran = _library().emu_has_executed
+        return {line.address for line in code.lines if ran(self.handle, code.base + line.address)}
 
     @property
     def clock(self) -> int:

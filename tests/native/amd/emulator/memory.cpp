@@ -93,7 +93,7 @@ void Memory::drop(Cache& cache, uint64_t number) {
 }
 
 void Memory::drop_sometimes(Cache& cache, uint64_t number) {
-  if (random_.one_in(kDropsOneIn)) drop(cache, number);
+  if (drops_ && random_.one_in(kDropsOneIn)) drop(cache, number);
 }
 
 void Memory::write_back(Cache& cache) {

@@ -5,8 +5,8 @@
 //     16 bytes are torn into words, and lanes are independent.
 //   - A block has a first cache, which writes through. A die has a second cache, which writes back.
 //     Neither sees what other blocks, dies or ranks store. An access at system scope (sc0 sc1)
-//     passes both. buffer_inv empties the caches, buffer_wbl2 writes the second one back. Both
-//     caches also lose lines at random times.
+//     passes both. buffer_inv empties the caches, buffer_wbl2 writes the second one back. With odd
+//     seeds, both caches also lose lines at random times.
 //   - Uncached memory, as workspaces are, is not kept in the second cache.
 //
 // Each effect can be switched off, so that tests can show that it is what finds a defect.
@@ -82,7 +82,8 @@ struct Access {
 
 class Memory {
  public:
-  Memory(const Settings& settings, Random& random) : settings_(settings), random_(random) {}
+  Memory(const Settings& settings, Random& random)
+      : settings_(settings), random_(random), drops_(settings.seed % 2 != 0) {}
 
   void add_region(uint64_t begin, uint64_t bytes, bool cached);
   // Raises Stop unless the bytes are in one region.
@@ -119,6 +120,7 @@ class Memory {
 
   const Settings& settings_;
   Random& random_;
+  bool drops_;                   // whether caches lose lines at random times
   std::vector<Region> regions_;  // in the order of addresses
   mutable const Region* last_ = nullptr;
   std::unordered_map<int, Cache> dies_;  // by rank * kDies + die
