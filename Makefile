@@ -5,6 +5,7 @@
 #   make lint      runs the linters of CI              make format   fixes what the linters can fix
 #   make test-engines  tests the plugins in serving engines, without GPUs; installs about 1 GB per engine
 #   make sanitize  runs C++ tests under sanitizers     make wheel    builds dist/*.whl
+#   make emulation runs kernels for AMD GPUs in the emulator: EMULATION_ARGS="seeds --seeds 300"
 #   make amd       compiles all kernels for AMD GPUs with clang 22 and checks their machine code; takes minutes
 #   make mutants   injects faults into the native sources, one at a time, and checks that tests fail
 #   make docs      builds the site in build/site, with pages from docstrings, options and heads of files
@@ -78,7 +79,7 @@ endif
 MAKE_WHEEL = $(CROSS:%=_PYTHON_HOST_PLATFORM=linux-%) \
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps $(PACKAGE_SETTINGS)
 
-.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants amd docs docs-pages docs-version \
+.PHONY: bench test test-cpp test-python test-engines lint format sanitize mutants amd emulation docs docs-pages docs-version \
   pictures wheel release inplace install clean
 .DELETE_ON_ERROR:
 
@@ -131,6 +132,9 @@ mutants: $(STAMPS)/run
 
 amd: $(STAMPS)/run $(STAMPS)/test
 	$(BIN)/python tests/native/amd/run.py $(AMD_ARGS)
+
+emulation: $(STAMPS)/run $(STAMPS)/test
+	$(BIN)/python tests/native/amd/emulator/run.py $(EMULATION_ARGS)
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+
 from .calls import Call, loaded
 from .cases import GFX942, Case
 from .code_object import CodeObject, Line
