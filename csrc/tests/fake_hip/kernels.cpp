@@ -1,9 +1,9 @@
 // Stands in for the kernels of the HIP library in its test: registers a handle with the runtime for
 // each kernel that the host code asks for, as the code of clang does in a constructor.
 
-#include <initializer_list>
-
 #include "gpu/kernels.h"
+
+#include <initializer_list>
 
 extern "C" {
 void** __hipRegisterFatBinary(const void* wrapper);
