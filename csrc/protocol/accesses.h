@@ -5,9 +5,9 @@
 //                                  also after a failure
 //   tests/cpu_accesses_test.cpp    does the same for csrc/cpu
 //   tests/native/protocol_model/   checks the protocol that the rows define under memory models
-//   tests/native/sass/             counts the verbs in the machine code
+//   tests/native/sass/, amd/       count the verbs in the machine code
 //
-// The last two read this file line by line: write one row or verb per line.
+// The last ones read this file line by line: write one row or verb per line.
 #pragma once
 
 // clang-format off

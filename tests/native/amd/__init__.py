@@ -1,10 +1,10 @@
-"""Checks the kernels for AMD GPUs (gfx942, gfx950), none of which is needed.
+"""Checks the kernels for AMD GPUs (gfx942, gfx950). No GPU is needed.
 
 `compiler` compiles kernels of the table in `csrc/gpu/kernel_table.cuh` to code objects,
 `disassembly` reads their machine code, and `rules` contains the rules for each kernel. `mutants`
 lists defects, each with the rule that must report it. `emulator` executes code objects.
 
-    make amd-kernels AMD_ARGS="--arch gfx950 --only bfloat16 two_shot"
+    make amd AMD_ARGS="--arch gfx950 --only bfloat16 --only two_shot"
 
 writes `build/amd/gfx950/bfloat16-two_shot.co`: one code object per dtype and kind, with a kernel
 per world size, set of features and format, and `probe.co`. `compiler.Unit` names them in Python.
