@@ -14,9 +14,8 @@ from allnorm import islands as islands_
 from allnorm.islands import Islands
 from allnorm.names import FUSED
 
-# The widest row that one block on a GPU can process. Kernels limited to this width do not use
-# clusters.
-_BLOCK_ROW_BYTES = 8192
+# The widest row on a GPU with clusters of blocks. Kernels with a lower limit do not use clusters.
+_CLUSTER_ROW_BYTES = 64 << 10
 
 # Temporary memory of `unfused` for the gathered partial sums of one chunk of rows.
 UNFUSED_GATHER_BYTES = 256 << 20
@@ -401,7 +400,7 @@ def _prefer(
         if found is not None:
             step, where = found
             reason = f"measured as the fastest {where} at {traits.world_size} ranks"
-            if traits.max_row_bytes is not None and traits.max_row_bytes <= _BLOCK_ROW_BYTES:
+            if traits.max_row_bytes is not None and traits.max_row_bytes < _CLUSTER_ROW_BYTES:
                 step = replace(step, cluster_size=0)
             return step, reason, table.source
     algorithm, reason = _default(traits, num_tokens * hidden_size * element_bytes)
