@@ -2,8 +2,8 @@
 // attributes, threadIdx, __syncthreads() and atomics.
 //
 // This folder is the leaf for AMD GPUs of CDNA 3 and 4 (gfx942, gfx950), found through the include
-// path. The compile command includes this header first (tools/amd_kernels.py), in place of HIP's
-// headers, which no kernel needs. docs/amd.md explains every wait and scope.
+// path. The compile command includes this header first (cmake/hip.cmake), in place of HIP's
+// headers, which no kernel needs. docs/reference/amd-memory.md explains every wait and scope.
 #pragma once
 
 #include <cmath>
@@ -20,8 +20,8 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __grid_constant__
-// The compiler uses as many registers as so many threads of one block may have. A minimum number of
-// blocks, the second argument of CUDA's attribute, would make kernels spill.
+// Lets the compiler use all registers that a block of `threads` threads may have. A minimum number
+// of blocks, the second argument of CUDA's attribute, would make kernels spill.
 #define __launch_bounds__(threads, ...) __attribute__((amdgpu_flat_work_group_size(1, threads)))
 
 __device__ __forceinline__ void* memcpy(void* to, const void* from, size_t bytes) {

@@ -4,7 +4,8 @@
 // Accesses across the link are atomics of at most 8 bytes with system scope. clang marks them with
 // sc0 sc1, which take them past every cache that a different device does not see. It also knows
 // their order, and waits for a load before its value is used. It would not know that of inline
-// assembly, so none accesses memory here. docs/amd.md cites what each choice rests on.
+// assembly, so none accesses memory here. docs/reference/amd-memory.md cites what each choice rests
+// on.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 """Rules for the machine code of every kernel. A rule yields a message for each violation.
 
 Paths are paths in the control flow graph, in which every condition can have either value. A rule
-that holds on every path therefore holds for every input and every order of threads. docs/amd.md
-explains why each wait and scope is there.
+that holds on every path therefore holds for every input and every order of threads.
+`docs/reference/amd-memory.md` explains why each wait and scope is there.
 """
 
 from __future__ import annotations
