@@ -16,7 +16,7 @@ extern "C" {
 #define ALLNORM_API __attribute__((visibility("default")))
 // Incremented with every incompatible change to this file. Python rejects a library with a
 // different number.
-#define ALLNORM_ABI_VERSION 7
+#define ALLNORM_ABI_VERSION 8
 #define ALLNORM_MAX_WORLD_SIZE 64
 
 typedef enum AllnormStatus {
@@ -160,6 +160,12 @@ typedef struct AllnormCall {
 
   const void* global_scale;  // NVFP4: one float32 by which scales are multiplied
   int64_t first_scale_row;   // ALLNORM_SWIZZLED_SCALES: the first row in the tiles
+
+  // Memory that the next kernel reads, and the number of bytes to load into the L2 cache while the
+  // call waits for its peers. A hint: nothing is read, and results do not depend on it. NULL and 0:
+  // none. allnorm_run on CUDA only; may differ between ranks.
+  const void* prefetch;
+  int64_t prefetch_bytes;
 } AllnormCall;
 
 typedef enum AllnormCallFlags {

@@ -29,17 +29,18 @@ BOUNDARY = (
     "bool experts=False, Tensor? expert_index=None, Tensor? expert_weights=None, "
     "Tensor? shared=None"
 )
+PREFETCH = "Tensor? prefetch=None"
 SCHEMAS = {
     "all_reduce": ('allnorm::all_reduce(Tensor x, str comm_name, str algorithm="auto") -> Tensor'),
     "all_reduce_add_rms_norm": (
         "allnorm::all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, "
         "float weight_bias, str numerics, str comm_name, bool residual_sharded=False, "
-        f"{LATER}, {BOUNDARY}) -> (Tensor, Tensor)"
+        f"{LATER}, {BOUNDARY}, {PREFETCH}) -> (Tensor, Tensor)"
     ),
     "all_reduce_add_rms_norm_quant": (
         "allnorm::all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, "
         f"float eps, {QUANT}, float weight_bias, str numerics, str comm_name, "
-        f"bool residual_sharded=False, {LATER}, {BOUNDARY}) -> {FOUR}"
+        f"bool residual_sharded=False, {LATER}, {BOUNDARY}, {PREFETCH}) -> {FOUR}"
     ),
     "all_gather_rows": (
         "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, "

@@ -135,6 +135,10 @@ int32_t check_call(const AllnormCall* call) {
     return fail(ALLNORM_INVALID_ARGUMENT, "link_gbps is %g; expected 0 (unknown) or 1 to 1e6",
                 call->link_gbps);
   }
+  if (call->prefetch_bytes < 0) {
+    return invalid("prefetch_bytes", call->prefetch_bytes, "at least 0");
+  }
+  if (call->prefetch == nullptr && call->prefetch_bytes != 0) return missing("prefetch");
   if (is_announcement(*call) && call->op != ALLNORM_ALL_GATHER_ROWS) {
     return invalid("op", call->op, "ALL_GATHER_ROWS (2) with ALLNORM_ANNOUNCEMENT");
   }

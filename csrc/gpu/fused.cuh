@@ -17,9 +17,10 @@
 //     rstd = 1 / rms(z), over the cluster          row_reduction.cuh
 //     store(format(z * rstd * gains))              formats/
 //
-// The first cluster handles no row: it calls the roll, returns slots and clears the padding of
-// scales (serve_exchange). The schedule (schedules/) determines which rows are in flight while
-// another row is processed. Arrival needs no flag: a word that is not the empty word has arrived.
+// The first cluster handles no row: it calls the roll, returns slots, prefetches the next weight
+// and clears the padding of scales (serve_exchange). The schedule (schedules/) determines which
+// rows are in flight while another row is processed. Arrival needs no flag: a word that is not the
+// empty word has arrived.
 //
 // The dependent launch is triggered once all partials of this rank have been sent, so that the
 // launch overlaps the rest. The dependent grid may read nothing before griddepcontrol.wait, which
@@ -33,6 +34,22 @@
 
 namespace allnorm {
 
+// Loads the next kernel's weight into the L2 cache, with the threads of the service cluster that
+// Exchange::serve() leaves idle. A cluster of two warps has none, and prefetches nothing. Not
+// inlined, because a kernel that is short of registers spilled.
+__device__ __noinline__ inline void prefetch(PrefetchParams params) {
+  constexpr uint32_t kPieceBytes = 4096;
+  constexpr uint32_t kServing = 2 * kWaveLanes;  // threads of the warps of Exchange::serve()
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  if (thread < kServing) return;
+  const uint32_t step = (cluster_size() * blockDim.x - kServing) * kPieceBytes;
+#pragma unroll 1
+  for (uint32_t offset = (thread - kServing) * kPieceBytes; offset < params.bytes; offset += step) {
+    const uint32_t left = params.bytes - offset;
+    prefetch_to_l2(params.data + offset, left < kPieceBytes ? left : kPieceBytes);
+  }
+}
+
 // Does the work of the grid's service cluster: roll call, returning slots, padding.
 template <class Format, int kWorldSize>
 __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
@@ -42,6 +59,7 @@ __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
   Format::store_padding(params.epilogue.quant, blockIdx.x * blockDim.x + threadIdx.x,
                         cluster_size() * blockDim.x);
   trigger_dependents(params);
+  if constexpr (kPrefetches) prefetch(params.prefetch);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / kWaveLanes);
   exchange.advance_unused();
   __syncthreads();

@@ -141,6 +141,12 @@ struct StampRecord {
   uint32_t cycles[kStamps];  // clock of the SM at each stamp
 };
 
+// Memory to load into the L2 cache.
+struct PrefetchParams {
+  const char* data;  // a multiple of 16, like `bytes`
+  uint32_t bytes;    // 0: none
+};
+
 // One launch of a fused kernel.
 struct FusedParams {
   char* workspace[kPushMaxWorldSize];  // [q] belongs to rank (rank + q) mod world_size; [0] is own
@@ -160,6 +166,7 @@ struct FusedParams {
   AllnormFault* fault;  // host memory, mapped
   bool late_trigger;    // the dependent launch is triggered when this grid ends
   ExpertParams experts;
+  PrefetchParams prefetch;
 #ifdef ALLNORM_STAMPS
   StampRecord* stamps;  // one per warp; nullptr: none
 #endif

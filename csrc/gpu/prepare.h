@@ -238,6 +238,18 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   return params;
 }
 
+// Returns the memory to prefetch during a launch: only the first launch of a call prefetches.
+inline PrefetchParams prefetch_params(const AllnormCall& call, int64_t first_row) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  if (first_row != 0 || call.prefetch_bytes == 0) return {};
+  const auto begin = reinterpret_cast<uintptr_t>(call.prefetch);
+  const uintptr_t first = (begin + kPackBytes - 1) / kPackBytes * kPackBytes;
+  const uintptr_t end = begin + static_cast<uintptr_t>(std::min(call.prefetch_bytes, kMost));
+  const uintptr_t last = end / kPackBytes * kPackBytes;
+  if (first >= last) return {};
+  return {reinterpret_cast<const char*>(first), static_cast<uint32_t>(last - first)};
+}
+
 // Returns the parameters of one launch of a fused call: `num_rows` rows from `first_row` on.
 inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCall& call,
                                 int64_t first_row, int64_t num_rows, AllnormFault* fault) {
@@ -245,6 +257,7 @@ inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCa
   const bool last = first_row + num_rows == call.num_tokens;
   params.x = x_params(call, first_row);
   params.experts = expert_params(call, first_row);
+  params.prefetch = prefetch_params(call, first_row);
   params.epilogue =
       epilogue_params(call, first_row, first_row, quant_params(call, first_row, num_rows, last));
   return params;
@@ -277,6 +290,7 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   const bool last = first + num_rows == call.num_tokens;
   params.fused.x = x_params(call, 0);
   params.fused.experts = expert_params(call, 0);
+  params.fused.prefetch = prefetch_params(call, first);
   params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, last));
   params.first_index = first;
   params.total_rows = call.num_tokens;

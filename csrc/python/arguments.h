@@ -21,6 +21,7 @@ enum Tensor : int {
   kExpertIndex,
   kExpertWeights,
   kShared,
+  kPrefetch,
   kOut,
   kResidualOut,
   kQuantizedOut,
@@ -31,7 +32,8 @@ enum Tensor : int {
 constexpr const char* kTensorNames[kNumTensors] = {
     "x",           "residual",     "weight",         "static_scale",
     "post_weight", "expert_index", "expert_weights", "shared",
-    "out",         "residual_out", "quantized_out",  "scale_out"};
+    "prefetch",    "out",          "residual_out",   "quantized_out",
+    "scale_out"};
 
 constexpr int kMaxKeywords = 32;
 constexpr int kMaxConstants = 2 * kMaxKeywords;

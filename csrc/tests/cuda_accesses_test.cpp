@@ -148,6 +148,7 @@ class Run {
   }
 
   void record(const shim::Access& access) {
+    if (std::string_view(access.verb) == "prefetch") return;  // not an access of memory's contents
     first_grid_ = std::min(first_grid_, access.operation);
     const auto index = static_cast<size_t>(access.operation - first_grid_);
     Thread& thread = threads_[{index, access.rank, access.block, access.thread}];

@@ -6,7 +6,9 @@
 //   cuda_schedules_test [SEEDS [FIRST_SEED [SCHEDULE]]]
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "tests/cuda_ranks.h"
@@ -68,6 +70,10 @@ std::deque<Operation> make_operations(Random& random, int count) {
     op.cluster_size = std::min(op.cluster_size, 2);
     op.num_blocks = op.cluster_size * static_cast<int>(2 + random.below(2));
     if (repeats && may_follow(op, operations.back())) op.residual_of = &operations.back();
+    if (operations.size() % 2 == 1) {
+      op.call.prefetch = op.weight->bytes.data();
+      op.call.prefetch_bytes = static_cast<int64_t>(op.weight->bytes.size());
+    }
     operations.push_back(std::move(op));
   }
   return operations;
@@ -153,6 +159,54 @@ TEST(schedules) {
       test_chains(chosen, seed);
     }
   }
+}
+
+// Returns the parts of memory that rank 0 prefetches in a call, in order: their addresses and
+// bytes.
+std::map<uintptr_t, uint64_t> prefetched(int64_t hidden_size, int cluster_size, const void* data,
+                                         int64_t bytes) {
+  Random random(1);
+  std::deque<Operation> operations;
+  operations.push_back(
+      make_operation(2, random, norm_call(ALLNORM_ONE_SHOT, 3, hidden_size), true));
+  operations.back().cluster_size = cluster_size;
+  operations.back().call.prefetch = data;
+  operations.back().call.prefetch_bytes = bytes;
+  std::map<uintptr_t, uint64_t> parts;
+  shim::trace([&](const shim::Access& access) {
+    if (access.rank != 0 || std::string_view(access.verb) != "prefetch") return;
+    const auto at = reinterpret_cast<uintptr_t>(access.address);
+    check(parts.emplace(at, access.value).second, "%zx is prefetched twice", at);
+  });
+  run_operations<2>(operations, kWorkspace, shim::Schedule::kRandom, 1, 0);
+  shim::trace(nullptr);
+  return parts;
+}
+
+// Checks that the parts are all whole vectors of the memory, each once.
+TEST(prefetch) {
+  const std::vector<char> memory(600'000);
+  const auto base = (reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16;
+  for (const int64_t start : {0, 1, 15, 16}) {
+    for (const int64_t bytes : {0, 1, 15, 16, 17, 31, 4096, 4097, 8208, 262144, 500'000}) {
+      const uintptr_t begin = base + static_cast<uintptr_t>(start);
+      uintptr_t at = (begin + 15) / 16 * 16;
+      const uintptr_t end = std::max(at, (begin + static_cast<uintptr_t>(bytes)) / 16 * 16);
+      const void* const data = bytes == 0 ? nullptr : reinterpret_cast<const void*>(begin);
+      for (const auto& [address, length] :
+           prefetched(2048, 1 + static_cast<int>(start % 2), data, bytes)) {
+        check(address == at && length % 16 == 0 && length > 0,
+              "%lld bytes from %lld: a part of %llu bytes at %zx, expected one at %zx",
+              static_cast<long long>(bytes), static_cast<long long>(start),
+              static_cast<unsigned long long>(length), address, at);
+        at = address + length;
+      }
+      check(at == end, "%lld bytes from %lld: the parts end at %zx, expected %zx",
+            static_cast<long long>(bytes), static_cast<long long>(start), at, end);
+    }
+  }
+  // A cluster of two warps has no warp left for it.
+  check(prefetched(256, 1, memory.data(), 4096).empty(), "two warps prefetch");
 }
 
 }  // namespace

@@ -116,6 +116,8 @@ TEST(defects_of_calls) {
       {kGroups, "ALLNORM_ANNOUNCEMENT", [](Call& call) { call.flags = ALLNORM_ANNOUNCEMENT; }},
       {kGroups, "cluster_size", [](Call& call) { call.cluster_size = 9; }},
       {kGroups, "num_blocks", [](Call& call) { call.num_blocks = -1; }},
+      {kGroups, "prefetch_bytes", [](Call& call) { call.prefetch_bytes = -1; }},
+      {kGroups, "prefetch is NULL", [](Call& call) { call.prefetch_bytes = 16; }},
       {kGroups, "link_gbps", [](Call& call) { call.link_gbps = -1; }},
       {kGroups, "link_gbps", [](Call& call) { call.link_gbps = 0.5; }},
       {kGroups, "link_gbps", [](Call& call) { call.link_gbps = 2e6; }},

@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 
 from allnorm import policy
+from allnorm.calls import Calls
 from allnorm.core import arguments, registry, traced
 from allnorm.core.call import Runner
 from allnorm.core.registry import open_communicators
 from allnorm.core.resolve import group_called, resolve_device, resolve_group
-from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_traced
 from allnorm.errors import CommunicatorClosedError
-from allnorm.expert_sum import ExpertSum
 from allnorm.islands import Islands
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
-from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
+from allnorm.quant import Quant
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from allnorm.core.opening import Settings
 
 
-class Communicator:
+class Communicator(Calls):
     """All-reduce, residual add and RMSNorm over the ranks of a process group, in one launch.
 
     Collective: every rank of the group creates it, and makes the same calls in the same order.
@@ -196,252 +195,8 @@ class Communicator:
             return traced.Operators(self.name, self.rank, self.world_size)
         return self._dispatcher
 
-    # ---- calls ----------------------------------------------------------------------------------
-
-    def all_reduce(
-        self, x: torch.Tensor, *, algorithm: str = "auto", out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Sums `x` over the ranks, in rank order in float32, and rounds once.
-
-        PyTorch equivalent, up to the order and rounding of the sum:
-
-            dist.all_reduce(x)
-
-        Args:
-            x: [..., hidden_size], float32, float16 or bfloat16; rows may be strided. Not modified.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused"; over several islands
-                "hierarchical" or "unfused". Results are bit-identical.
-            out: preallocated result, like `x`; may be `x` itself.
-
-        Returns:
-            The sum, bit-identical on every rank; contiguous unless `out` is given.
-
-        Raises:
-            ValueError, TypeError: wrong arguments; raised on every rank.
-            UnsupportedError: the dtype is unsupported, or the algorithm cannot run this shape.
-            PeerTimeoutError: an earlier call (on CPU also this one) timed out waiting for a peer.
-            CommunicatorClosedError: after `close()`.
-
-        Collective. Safe in CUDA graphs and under torch.compile. It does not synchronize, and
-        allocates only the result ("unfused" also gathers the inputs). While it is traced
-        (torch.compile, torch.export, make_fx), the result is copied to `out`.
-        """
-        result: torch.Tensor = self._runner(x).call(
-            op="all_reduce", source=x, algorithm=algorithm, out=out
-        )
-        return result
-
-    def all_reduce_add_rms_norm(
-        self,
-        x: torch.Tensor | ExpertSum,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        eps: float,
-        *,
-        weight_bias: float = 0.0,
-        numerics: str | None = None,
-        algorithm: str = "auto",
-        residual_sharded: bool = False,
-        post_norm: PostNorm | None = None,
-        scale: float = 1.0,
-        out: torch.Tensor | None = None,
-        residual_out: torch.Tensor | None = None,
-    ) -> tuple[Any, torch.Tensor]:
-        """Reduces `x` over the ranks, adds the residual and applies RMSNorm in one launch.
-
-        PyTorch equivalent, up to the order of sums:
-
-            dist.all_reduce(x)
-            residual_out = x + residual  # with post_norm, scale: scale * post_norm(x) + residual
-            normed = F.rms_norm(residual_out, weight.shape, weight_bias + weight, eps)
-
-        Args:
-            x: [..., hidden_size], float32, float16 or bfloat16: this rank's partial sum; rows may
-                be strided. Not modified unless it is also `out`. Or an `ExpertSum`, which is summed
-                first; then "like `x`" below means [num_tokens, hidden_size] in the dtype of its
-                rows.
-            residual: like `x`, equal on every rank; None: nothing is added.
-            weight: [hidden_size], dtype of `x` or float32. With `post_norm` it may be None: no
-                second norm.
-            eps: added to the mean square, as float32.
-            weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
-            numerics: "rounded", "unrounded", "transformers" or "vllm"; None: the communicator's.
-            algorithm: "auto", "one_shot", "two_shot" or "unfused"; over several islands
-                "hierarchical" or "unfused". Results are bit-identical.
-            residual_sharded: whether `residual` and `residual_out` are only this rank's rows,
-                [hi - lo, hidden_size] of `row_shard()`. Not with "one_shot".
-            post_norm: norm of the reduced sum before the residual add (Gemma 2 to 4, GLM-4,
-                EXAONE 4, OLMo 2); the same on every rank.
-            scale: factor of the reduced sum, or of its post norm, before the residual add, as
-                float32 (Granite, MiniCPM).
-            out: preallocated `normed`; may be `x` itself.
-            residual_out: preallocated `residual_out`; may be `residual` itself.
-
-        Returns:
-            (normed, residual_out), in the shape of `x` unless sharded, contiguous unless
-            preallocated. `normed` has all rows, and is None without a weight. Results are
-            bit-identical on every rank, for every algorithm and batch.
-
-        Raises the errors of `all_reduce`.
-
-        Collective. Safe in CUDA graphs and under torch.compile. It does not synchronize, and
-        allocates only the results ("unfused" also gathers the inputs). For inference: results have
-        no gradient. While it is traced (torch.compile, torch.export, make_fx), results are copied
-        to `out` and `residual_out`.
-        """
-        results: tuple[Any, torch.Tensor] = self._runner(x).call(
-            op="all_reduce_add_rms_norm",
-            source=x,
-            residual=residual,
-            weight=weight,
-            eps=eps,
-            weight_bias=weight_bias,
-            numerics=self.numerics if numerics is None else numerics,
-            algorithm=algorithm,
-            residual_sharded=residual_sharded,
-            post_norm=post_norm,
-            scale=scale,
-            out=out,
-            residual_out=residual_out,
-        )
-        return results
-
-    def all_reduce_add_rms_norm_quant(
-        self,
-        x: torch.Tensor | ExpertSum,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        quant: Quant = DEFAULT_QUANT,
-        return_normed: bool = False,
-        *,
-        weight_bias: float = 0.0,
-        numerics: str | None = None,
-        algorithm: str = "auto",
-        residual_sharded: bool = False,
-        post_norm: PostNorm | None = None,
-        scale: float = 1.0,
-        quantized_out: torch.Tensor | None = None,
-        scale_out: torch.Tensor | None = None,
-        residual_out: torch.Tensor | None = None,
-        normed_out: torch.Tensor | None = None,
-    ) -> QuantizedNorm:
-        """Runs `all_reduce_add_rms_norm` and quantizes its result, in one launch.
-
-        Bit-identical to quantizing afterwards. PyTorch equivalent with one scale per row, up to the
-        order of sums:
-
-            normed, residual_out = comm.all_reduce_add_rms_norm(x, residual, weight, eps)
-            scale = normed.float().abs().amax(-1, keepdim=True) / 448
-            quantized = (normed.float() / scale).to(torch.float8_e4m3fn)
-
-        Args:
-            x: as for `all_reduce_add_rms_norm`; not modified unless it is also `normed_out`.
-            residual: like `x`, equal on every rank; None: nothing is added.
-            weight: [hidden_size], dtype of `x` or float32.
-            eps: added to the mean square, as float32.
-            quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`; the same on
-                every rank.
-            return_normed: whether to return the rows before quantization too.
-            weight_bias: added to the weight in float32; 1.0 for Gemma-style weights.
-            numerics: "rounded", "unrounded", "transformers" or "vllm"; None: the communicator's.
-            algorithm: as for `all_reduce_add_rms_norm`.
-            residual_sharded: whether the given and the returned residual are only this rank's rows.
-            post_norm: norm of the reduced sum before the residual add.
-            scale: factor of the reduced sum, or of its post norm, as float32.
-            quantized_out: preallocated `quantized`.
-            scale_out: preallocated `scale`, from `allnorm.quant.empty_scale`.
-            residual_out: preallocated `residual`; may be the given `residual` itself.
-            normed_out: preallocated `normed`, which is then returned; may be `x` itself.
-
-        Returns:
-            QuantizedNorm(quantized, scale, residual, normed): `quantized` is float8_e4m3fn in the
-            shape of `x`, for NvFp4 uint8 of half the width. `scale` is as `quant` describes, for
-            Fp8PerTensor the given tensor. `normed` is in the dtype of `x`, or None. All but a
-            sharded residual have all rows, bit-identical on every rank, for every algorithm and
-            batch.
-
-        Raises the errors of `all_reduce`, and UnsupportedError if hidden_size is not a multiple of
-        the group size.
-
-        Collective. Graphs, tracing, allocation and gradients as for `all_reduce_add_rms_norm`; a
-        traced call does not support `scale_out`.
-        """
-        results = self._runner(x).call(
-            op="all_reduce_add_rms_norm_quant",
-            source=x,
-            residual=residual,
-            weight=weight,
-            eps=eps,
-            weight_bias=weight_bias,
-            numerics=self.numerics if numerics is None else numerics,
-            algorithm=algorithm,
-            residual_sharded=residual_sharded,
-            post_norm=post_norm,
-            scale=scale,
-            quant=quant,
-            return_normed=return_normed if normed_out is None else True,
-            out=normed_out,
-            residual_out=residual_out,
-            quantized_out=quantized_out,
-            scale_out=scale_out,
-        )
-        return QuantizedNorm(*results)
-
-    def all_gather_rows(
-        self,
-        residual_shard: torch.Tensor,
-        num_tokens: int,
-        *,
-        algorithm: str = "auto",
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Gathers all ranks' rows of a sharded residual.
-
-        PyTorch equivalent, if every rank has the same number of rows:
-
-            dist.all_gather_into_tensor(out, residual_shard)
-
-        Args:
-            residual_shard: this rank's rows, [hi - lo, hidden_size] of `row_shard(num_tokens)`,
-                float32, float16 or bfloat16; rows may be strided. Not modified.
-            num_tokens: total number of rows.
-            algorithm: "auto", "two_shot" or "unfused"; over several islands "hierarchical" or
-                "unfused". Results are bit-identical.
-            out: preallocated result, [num_tokens, hidden_size].
-
-        Returns:
-            [num_tokens, hidden_size], contiguous unless `out` is given.
-
-        Raises the errors of `all_reduce`, also ValueError for a wrong number of rows.
-
-        Collective. Graphs, tracing and allocation as for `all_reduce`.
-        """
-        result: torch.Tensor = self._runner(residual_shard).call(
-            op="all_gather_rows",
-            source=residual_shard,
-            algorithm=algorithm,
-            num_tokens=num_tokens,
-            out=out,
-        )
-        return result
-
-    def row_shard(self, num_tokens: int) -> tuple[int, int]:
-        """Returns this rank's rows of a sharded residual: `(lo, hi)` means rows lo to hi - 1.
-
-        Ranks hold contiguous blocks in rank order; the first `num_tokens % world_size` ranks have
-        one row more. Pure, not collective.
-
-        Args:
-            num_tokens: total number of rows: the product of the leading dimensions of `x`.
-
-        Raises:
-            ValueError, TypeError: num_tokens is not an integer >= 0.
-            CommunicatorClosedError: after `close()`.
-        """
+    def _check_open(self) -> None:
         self._endpoint.check_open()
-        arguments.check_count("num_tokens", num_tokens)
-        return row_shard(num_tokens, self.world_size, self.rank)
 
     # ---- inspection -----------------------------------------------------------------------------
 
@@ -477,8 +232,9 @@ class Communicator:
             experts: whether `x` is an `ExpertSum`.
 
         Returns:
-            The algorithm, the reason in one sentence, the number of launches, and the source of the
-            decision: a tuned table, a shipped table, or the built-in rule.
+            The algorithm, the reason in one sentence, the number of launches, the source of the
+            decision (a tuned table, a shipped table, or the built-in rule), and how many bytes of
+            the next weight are prefetched.
 
         Raises:
             ValueError, TypeError: wrong arguments.
@@ -500,6 +256,16 @@ class Communicator:
             scale=scale,
         )
         return self._endpoint.choose(call)
+
+    def prefetch_bytes(
+        self, num_tokens: int, hidden_size: int, *arguments: Any, **more: Any
+    ) -> int:
+        """Returns how many bytes of `prefetch` a call with a norm loads into the L2 cache.
+
+        At most: a call never loads more than the tensor has. Pure, not collective, the same on
+        every rank. Takes the arguments of `plan()`, and raises its errors.
+        """
+        return self.plan(num_tokens, hidden_size, *arguments, **more).prefetch_bytes
 
     def check(self) -> None:
         """Raises the error of a failed wait, if one has failed. Not collective; never synchronizes.

@@ -67,6 +67,7 @@ def all_reduce_add_rms_norm(
     scale: float = 1.0,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
     group: Group = None,
 ) -> tuple[Any, torch.Tensor]:
     """Calls `Communicator.all_reduce_add_rms_norm` on the group's communicator."""
@@ -80,6 +81,7 @@ def all_reduce_add_rms_norm(
         scale=scale,
         out=out,
         residual_out=residual_out,
+        prefetch=prefetch,
     )
 
 
@@ -102,6 +104,7 @@ def all_reduce_add_rms_norm_quant(
     scale_out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     normed_out: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
     group: Group = None,
 ) -> QuantizedNorm:
     """Calls `Communicator.all_reduce_add_rms_norm_quant` on the group's communicator."""
@@ -117,6 +120,7 @@ def all_reduce_add_rms_norm_quant(
         scale_out=scale_out,
         residual_out=residual_out,
         normed_out=normed_out,
+        prefetch=prefetch,
     )
 
 

@@ -58,6 +58,10 @@ _OWNED_ROWS = (
 # Up to this many tokens, calls with a post norm or experts use the default number of blocks per row
 # instead of the table's, because tables are measured with plain calls (docs/engineering-log).
 _SPREAD_EXTENDED_TOKENS = 16
+# With more rows, or more bytes, the prefetch delayed the GEMM that it should help, in an experiment
+# with a separate kernel (docs/engineering-log/2026-11-27-prefetch.md).
+_PREFETCH_TOKENS = 32
+_PREFETCH_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Plan:
         link_gbps: rate at which large calls are sent: GB/s that a rank pushes to all its peers
             together; 0: unknown, so rows are sent without pacing.
         cluster_size: GPU blocks per row; 0: the library chooses.
+        prefetch_bytes: bytes of the next weight that a call loads into the L2 cache, at most.
     """
 
     algorithm: str
@@ -84,6 +89,7 @@ class Plan:
     source: str = ""
     link_gbps: float = 0.0
     cluster_size: int = 0
+    prefetch_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -265,7 +271,16 @@ def choose(
         # rate.
         link_gbps = next((table.link_gbps for table in traits.tables), 0.0)
     num_chunks = -(-num_tokens // rows) if num_tokens else 0
-    return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps, cluster_size)
+    ahead = _prefetch_bytes(traits, algorithm, num_tokens, hidden_size * element_bytes)
+    return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps, cluster_size, ahead)
+
+
+def _prefetch_bytes(traits: Traits, algorithm: str, num_tokens: int, row_bytes: int) -> int:
+    """Returns how much of the next weight a call loads into the L2 cache while it waits."""
+    # A cluster prefetches with the warps beyond its second; each thread holds 16 bytes of a row.
+    has_warps = row_bytes > 16 * 64
+    fits = traits.backend == "cuda" and algorithm in FUSED and num_tokens <= _PREFETCH_TOKENS
+    return _PREFETCH_BYTES if fits and has_warps else 0
 
 
 def _choose_between(

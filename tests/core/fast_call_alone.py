@@ -129,6 +129,7 @@ TABLE = (
     ("quant", (None,), None, ((Given, (("scale", "static_scale"),)),)),
     *((name, (None,), name, ()) for name in MEMORY),
     ("left", (None,), "expert_weights", ()),
+    ("ahead", (None,), "prefetch", ()),
 )
 
 
@@ -287,10 +288,10 @@ def main(path, size, *offsets):
         )
 
     nothing, tensor, same_as_input = range(3)
-    out_at, residual_out_at, quantized_at, scale_at = range(8, 12)
+    out_at, residual_out_at, quantized_at, scale_at = range(9, 13)
     made_new = ((out_at, empty, geometry), (residual_out_at, empty, geometry))
 
-    def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 4, **changes):
+    def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 5, **changes):
         enabled, overwrite = changes.pop("grad_enabled", None), changes.pop("overwrite", None)
         checks = changes.pop("check", check)
         static_scale, quantized, scale = more
@@ -299,8 +300,8 @@ def main(path, size, *offsets):
         values = tuple(named.get(name, *default) for name, default, *_ in TABLE)
         return library.allnorm_fast_call_prepare(
             *(native, checks, enabled, overwrite, values, results),
-            *((ctypes.c_uint8 * 12)(*given), (ctypes.c_uint8 * 12)(*[4] * 12)),
-            (ctypes.c_uint64 * 12)(*[16] * 12),
+            *((ctypes.c_uint8 * 13)(*given), (ctypes.c_uint8 * 13)(*[4] * 13)),
+            (ctypes.c_uint64 * 13)(*[16] * 13),
         )
 
     def arguments(a=x, b=residual, c=weight, **more):
@@ -419,18 +420,19 @@ def main(path, size, *offsets):
         assert not is_made(quantizing, **{**memory, "scale_out": taken})
     # Arguments with parts, each one of the call's tensors or a constant.
     extended, keep_extended, *_ = new()
-    parts = tuple(map(Tensor, (200, 216, 232, 248)))
+    parts = tuple(map(Tensor, (200, 216, 232, 248, 328)))
 
-    def with_parts(post, index, left, shared):
-        return {"a": Sum(x, index, shared), "post": Post(post), "left": left}
+    def with_parts(post, index, left, shared, ahead):
+        return {"a": Sum(x, index, shared), "post": Post(post), "left": left, "ahead": ahead}
 
-    keep_extended(prepare(made_new, before=(tensor,) * 4, **with_parts(*parts)))
-    parts = tuple(map(Tensor, (264, 280, 296, 312)))
+    keep_extended(prepare(made_new, before=(tensor,) * 5, **with_parts(*parts)))
+    parts = tuple(map(Tensor, (264, 280, 296, 312, 344)))
     assert is_made(extended, **with_parts(*parts))
     assert launches.seen_more == tuple(t.address for t in parts)
-    assert checked[-1] == 7
+    assert checked[-1] == 8
     assert not is_made(extended)
-    assert not is_made(extended, **with_parts(*parts[:3], None))
+    assert not is_made(extended, **with_parts(*parts[:3], None, parts[4]))
+    assert not is_made(extended, **with_parts(*parts[:4], None))
     for other in (Post(parts[0], 1e-6), Post(parts[0], 1e-5, -0.5), parts[0], None, Given(x)):
         assert not is_made(extended, **{**with_parts(*parts), "post": other})
     for other in (Post(parts[0]), Sum(x, "index", parts[3]), Sum(None, *parts[:2]), x):
@@ -483,8 +485,8 @@ def main(path, size, *offsets):
     keep_counted(prepare(made_new, overwrite=failing))
     assert not is_made(counted), "Python repeats the failing step"
     assert not lock.locked()
-    wrong_places = ((12, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
-    for wrong in (*wrong_places, (8, empty), (8,), 3):
+    wrong_places = ((13, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
+    for wrong in (*wrong_places, (9, empty), (9,), 3):
         try:
             prepare((wrong,))
         except (ValueError, TypeError, IndexError, SystemError):

@@ -73,9 +73,9 @@ def test_constants_distinguish_calls() -> None:
     found = [Call(**base | change).constants for change in ({}, *changes)]
     assert len(set(found)) == len(found)
     assert {name for change in changes for name in change} | {
-        *("residual", "weight", *MEMORY)
+        *("residual", "weight", "prefetch", *MEMORY)
     } == set(KEYWORDS)
-    for name in ("residual", "weight", *MEMORY):
+    for name in ("residual", "weight", "prefetch", *MEMORY):
         assert Call(**base | {name: X}).constants == found[0]
 
 
@@ -84,7 +84,7 @@ def test_the_library_takes_the_table() -> None:
     table = fast_call.keywords()
     assert tuple(name for name, *_ in table) == KEYWORDS
     places = [place for _, _, place, _ in table if place is not None]
-    assert places == ["x", "residual", "weight", *MEMORY]
+    assert places == ["x", "residual", "weight", "prefetch", *MEMORY]
 
 
 def test_operators_are_the_public_calls() -> None:

@@ -155,6 +155,10 @@ TOGGLES: dict[str, list[Toggle]] = {
         Toggle("normed is", {**GROUPS, "return_normed": True}, {"return_normed": False}),
     ],
     "num_tokens": [Toggle("num_tokens is")],
+    "prefetch": [
+        Toggle("", more=lambda case, c: {"prefetch": torch.ones(3, 5)}),
+        Toggle("", GROUPS, more=lambda case, c: {"prefetch": torch.ones(64, dtype=torch.uint8)}),
+    ],
     "post_eps": [Toggle("eps of the post norm is", POST, more=other_post_norm(eps=0.5))],
     "post_weight_bias": [
         Toggle("weight_bias of the post norm is", POST, more=other_post_norm(weight_bias=0.5))

@@ -31,7 +31,12 @@ NAMES = (
     *("Fp8PerTensor", "NvFp4", "PostNorm", "ExpertSum"),
     *("Communicator.all_reduce", "Communicator.all_reduce_add_rms_norm"),
     *("Communicator.all_reduce_add_rms_norm_quant", "Communicator.all_gather_rows"),
-    *("Communicator.row_shard", "all_reduce", "all_reduce_add_rms_norm"),
+    *(
+        "Communicator.row_shard",
+        "Communicator.prefetch_bytes",
+        "all_reduce",
+        "all_reduce_add_rms_norm",
+    ),
     *("all_reduce_add_rms_norm_quant", "all_gather_rows", "row_shard"),
     *("add_rms_norm", "add_rms_norm_quant"),
 )
@@ -115,6 +120,10 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
         "Communicator": (allnorm.Communicator, {}),
         "Communicator.for_group": (allnorm.Communicator.for_group, {}),
         "Communicator.plan": (c.plan, {"num_tokens": ROWS, "hidden_size": COLUMNS}),
+        "Communicator.prefetch_bytes": (
+            c.prefetch_bytes,
+            {"num_tokens": ROWS, "hidden_size": COLUMNS},
+        ),
         "Fp8PerGroup": (allnorm.Fp8PerGroup, {}),
         "Fp8PerTensor": (allnorm.Fp8PerTensor, {"scale": torch.ones(1)}),
         "NvFp4": (allnorm.NvFp4, {"global_scale": torch.ones(1)}),

@@ -20,4 +20,7 @@ constexpr int kMaxParts = 1;
 // whose end the compiler may wait for the load.
 constexpr bool kPredicatesLoads = true;
 
+// Whether prefetch_to_l2() does anything.
+constexpr bool kPrefetches = true;
+
 }  // namespace allnorm

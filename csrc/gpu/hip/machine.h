@@ -22,4 +22,7 @@ constexpr int kMaxParts = 4;
 // whose end the compiler may wait for the load.
 constexpr bool kPredicatesLoads = false;
 
+// Whether prefetch_to_l2() does anything.
+constexpr bool kPrefetches = false;
+
 }  // namespace allnorm

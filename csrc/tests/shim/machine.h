@@ -10,5 +10,6 @@ constexpr int kMaxThreads = 512;
 constexpr int kMaxClusterSize = 8;
 constexpr int kMaxParts = 1;
 constexpr bool kPredicatesLoads = true;
+constexpr bool kPrefetches = true;
 
 }  // namespace allnorm

@@ -107,7 +107,9 @@ inline void store_pack(void* address, const Pack& pack) {
   shim::note_access(ALLNORM_PTX(ALLNORM_CLEAR_PACK), address, pack.word[0]);
   for (int i = 0; i < 4; ++i) plain_store(static_cast<uint32_t*>(address) + i, pack.word[i]);
 }
-inline void prefetch_to_l2(const void*, uint32_t) {}
+inline void prefetch_to_l2(const void* address, uint32_t bytes) {
+  shim::note_access("prefetch", address, bytes);
+}
 inline uint32_t load_u32(const void* address) {
   shim::note_access("ld.weak.global.u32", address, 0);
   return *static_cast<const uint32_t*>(address);

@@ -13,7 +13,7 @@ from typing import Any
 from allnorm import names
 from allnorm.errors import AllnormError, NativeLibraryError, UnsupportedError
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
@@ -63,6 +63,8 @@ class Call(ctypes.Structure):
         *_fields(_c_int64, "expert_index_stride expert_weights_stride shared_stride"),
         *_fields(_pointer, "global_scale"),
         *_fields(_c_int64, "first_scale_row"),
+        *_fields(_pointer, "prefetch"),
+        *_fields(_c_int64, "prefetch_bytes"),
     ]
 
 

@@ -101,6 +101,7 @@ LOCAL = {
     **dict.fromkeys((name for name, *_ in _native.Call._fields_ if "stride" in name), _MEMORY),
     **dict.fromkeys(("scale_padding_rows", "num_sources", "first_scale_row"), _MEMORY),
     **dict.fromkeys(("num_blocks", "cluster_size", "link_gbps", "stream"), _SPREAD),
+    **dict.fromkeys(("prefetch", "prefetch_bytes"), "a hint, which changes no result"),
 }
 _TYPES = {str(name): type_ for name, type_, *_ in _native.Call._fields_ if name not in LOCAL}
 FIELDS = tuple(_TYPES)

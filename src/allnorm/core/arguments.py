@@ -66,6 +66,9 @@ def check_own(call: Call, shard: tuple[int, int] | None) -> None:
             check_last_dim(name, weight)
     if call.residual is not None:
         check_like("residual", call.residual, Like.of(call, shard))
+    if call.prefetch is not None:
+        tensors.check_kind("prefetch", call.prefetch)
+        check_device("prefetch", call.prefetch, call.x.device)
 
 
 def check_algorithm(algorithm: object) -> None:

@@ -22,7 +22,7 @@ class Call:
 
     To add an argument, add a field here; the keywords of `Runner.call` follow from the fields. A
     tensor, or a value that holds tensors, also needs a line in INPUTS or MEMORY, one in PARTS, and
-    a name in csrc/python/arguments.h.
+    a name in csrc/python/arguments.h (in the order of TENSORS).
     """
 
     op: str  # name of an operator in core.operators.OPERATORS
@@ -39,6 +39,7 @@ class Call:
     quant: Quant | None = None  # spec of the quantization
     return_normed: bool = False  # whether to return normed rows as well as quantized ones
     num_tokens: int = 0  # number of rows to gather; 0 for other calls
+    prefetch: Tensor | None = None  # the next kernel's weight: a hint, never read by the call
     out: Tensor | None = None  # preallocated result in the dtype of `x`
     residual_out: Tensor | None = None  # preallocated new residual
     quantized_out: Tensor | None = None  # preallocated quantized rows
@@ -97,12 +98,12 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The inputs and preallocated results; None for each that the call does not have."""
-        return self.inputs + self.memory
+        """All tensors, in the order of TENSORS; None for each that the call does not have."""
+        return (*self.inputs, self.prefetch, *self.memory)
 
     @property
     def given(self) -> list[Tensor]:
-        """The tensors that the call has: inputs and preallocated results."""
+        """The tensors that the call has."""
         return [tensor for tensor in self.tensors if tensor is not None]
 
     # ---- constants ------------------------------------------------------------------------------
@@ -184,6 +185,7 @@ INPUTS = (
     *("post_weight", "expert_index", "expert_weights", "shared"),
 )
 MEMORY = ("out", "residual_out", "quantized_out", "scale_out")
+TENSORS = (*INPUTS, "prefetch", *MEMORY)
 PARTS: dict[str, dict[type, dict[str, str | None]]] = {
     "source": {
         ExpertSum: {

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import forward_ad
 
 from allnorm.core import _native, shortcuts
-from allnorm.core.call import INPUTS, MEMORY, PARTS, Call
+from allnorm.core.call import PARTS, TENSORS, Call
 from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall
 from allnorm.core.tensors import span_bytes
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
@@ -31,10 +31,10 @@ _NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.
 # Types of constants that C may compare: equal values are interchangeable (floats: equal bits).
 # Classes are compared too.
 _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
-_TENSORS = (*INPUTS, *MEMORY)
-_STATIC_SCALE, _OUT = _TENSORS.index("static_scale"), _TENSORS.index("out")
-# Tensors whose width is not hidden_size; the kernels read them element by element.
-_NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weights"})
+_STATIC_SCALE, _OUT = TENSORS.index("static_scale"), TENSORS.index("out")
+# Tensors that need no alignment: their width is not hidden_size, and the kernels read them element
+# by element, or not at all.
+_NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weights", "prefetch"})
 
 
 class FastCall(NamedTuple):
@@ -106,7 +106,7 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
         if result is None:  # rows that the caller does not want; Call.out is then None
             results.append((_OUT, None, ()))
             continue
-        place = _TENSORS.index(result.field)
+        place = TENSORS.index(result.field)
         if getattr(call, result.field) is not None:
             results.append((place, None, ()))
         elif result.scale is not None and result.scale.padded:
@@ -116,7 +116,7 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
             results.append((place, new, geometry))
     if isinstance(call.quant, Fp8PerTensor):
         results[1] = (_STATIC_SCALE, None, ())
-    operands = [_operand(call, prepared, field) for field in _TENSORS]
+    operands = [_operand(call, prepared, field) for field in TENSORS]
     once = [
         tensor
         for tensor, (given, _, _) in zip(call.tensors, operands, strict=True)
@@ -146,7 +146,7 @@ def _operand(call: Call, prepared: PreparedCall, field: str) -> tuple[int, int, 
         field == "residual_out" and tensor is call.residual
     ):
         given = _INPUT
-    align = tensor.element_size()
+    align = 1 if field == "prefetch" else tensor.element_size()
     if tensor.device.type == "cuda" and field not in _NARROW:
         align = CUDA_ALIGN_BYTES
     if field == "scale_out" and prepared.scale is not None:
@@ -182,7 +182,7 @@ def keywords() -> tuple[Any, ...]:
         name = "x" if field.name == "source" else field.name
         kinds = PARTS.get(field.name, {})
         parts = tuple((kind, tuple(kinds[kind].items())) for kind in kinds)
-        table.append((field.name, default, name if name in _TENSORS else None, parts))
+        table.append((field.name, default, name if name in TENSORS else None, parts))
     return tuple(table)
 
 

@@ -124,13 +124,16 @@ def arguments(call: Call, comm_name: str, residual_rows: int | None) -> tuple[An
     for name in _FLOATS:
         if not isinstance(values[name], float | torch.SymFloat):
             values[name] = float(values[name])
-    is_usual = call.post_norm is None and not call.experts and call.scale == 1
-    return tuple(values[name] for name in _argument_names(call.op, not is_usual))
+    updates = call.post_norm is not None or call.experts or call.scale != 1
+    return tuple(
+        values[name] for name in _argument_names(call.op, updates or call.prefetch is not None)
+    )
 
 
-def _argument_names(op: str, has_residual_update: bool) -> tuple[str, ...]:
+def _argument_names(op: str, has_rare: bool) -> tuple[str, ...]:
+    """Returns the names of an operator's arguments; without the rare ones, which come last."""
     names = tuple(parameter.name for parameter in OPERATORS[op].parameters)
-    return names if has_residual_update else tuple(n for n in names if n not in _UPDATE_NAMES)
+    return names if has_rare else tuple(name for name in names if name not in _RARE)
 
 
 def results_of(op: str) -> tuple[str, ...]:
@@ -235,12 +238,13 @@ _RESIDUAL_UPDATE = (
     Parameter("Tensor?", "expert_weights", None),
     Parameter("Tensor?", "shared", None),
 )
-_UPDATE_NAMES = tuple(parameter.name for parameter in _RESIDUAL_UPDATE)
+_PREFETCH = Parameter("Tensor?", "prefetch", None)
+_RARE = frozenset(parameter.name for parameter in (*_RESIDUAL_UPDATE, _PREFETCH))
 _FLOATS = ("eps", "weight_bias", "post_eps", "post_weight_bias", "scale")
 # The parameters that are fields or properties of a Call.
 _COPIED = (
     *(name for name in KEYWORDS if name not in ("op", "source", "quant")),
-    *(name for name in _UPDATE_NAMES if name not in KEYWORDS),
+    *(name for name in _RARE if name not in KEYWORDS),
 )
 _TWO = (("out", "residual_out"), "(Tensor, Tensor)")
 _FOUR = (
@@ -251,10 +255,12 @@ OPERATORS = {
     operator.name: operator
     for operator in (
         Operator("all_reduce", (_X, _COMM_NAME, _ALGORITHM), ("out",), "Tensor"),
-        Operator("all_reduce_add_rms_norm", (*_NORM, *_AMONG_RANKS, *_RESIDUAL_UPDATE), *_TWO),
+        Operator(
+            "all_reduce_add_rms_norm", (*_NORM, *_AMONG_RANKS, *_RESIDUAL_UPDATE, _PREFETCH), *_TWO
+        ),
         Operator(
             "all_reduce_add_rms_norm_quant",
-            (*_NORM_QUANT, *_AMONG_RANKS, *_RESIDUAL_UPDATE),
+            (*_NORM_QUANT, *_AMONG_RANKS, *_RESIDUAL_UPDATE, _PREFETCH),
             *_FOUR,
         ),
         Operator(

@@ -81,6 +81,7 @@ def as_launch_a(call: _native.Call) -> _native.Call:
     sums = _native.Call.from_buffer_copy(call)
     for name in ("residual", "weight", "post_weight", "residual_out", "quantized", "scale"):
         setattr(sums, name, None)
+    sums.prefetch, sums.prefetch_bytes = None, 0
     sums.algorithm = _native.ALGORITHM["two_shot"]
     sums.op, sums.quant, sums.flags, sums.scale_padding_rows = _native.SUM_ROWS, 0, 0, 0
     return sums
@@ -164,6 +165,9 @@ class PreparedCall:
         native.num_blocks, native.link_gbps = plan.num_blocks, plan.link_gbps
         native.cluster_size = plan.cluster_size
         native.num_sources = 1
+        self._prefetch_bytes = 0
+        if call.prefetch is not None and call.prefetch.numel():
+            self._prefetch_bytes = min(plan.prefetch_bytes, tensors.span_bytes(call.prefetch))
         if call.writes_scale:
             self._prepare_scale(call)
         self.results = self._results(call)
@@ -328,6 +332,10 @@ class PreparedCall:
             native.scale = static_scale
         else:
             native.scale, native.global_scale = _address(memory["scale_out"]), static_scale
+        ahead = _address(call.prefetch)
+        has_memory = ahead >= LOW_ADDRESS  # no error without: this tensor is only a hint
+        native.prefetch = ahead if has_memory else 0
+        native.prefetch_bytes = self._prefetch_bytes if has_memory else 0
         copied = inputs[0] is not call.x
         self._set_input_strides(native, self._contiguous_strides() if copied else self._strides)
         self._set_result_strides(native, memory)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from allnorm.core import arguments, operators, tensors
-from allnorm.core.call import INPUTS, MEMORY, Call, Runner
+from allnorm.core.call import TENSORS, Call, Runner
 from allnorm.core.shards import row_shard
 from allnorm.quant import Fp8PerTensor
 
@@ -65,7 +65,7 @@ def check_intercepted(call: Call) -> None:
     for name, tensor in (("x", call.x), ("residual", call.residual), ("weight", call.weight)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
             tensors.check_kind(name, tensor)  # raises, and explains why
-    for name, tensor in zip((*INPUTS, *MEMORY), call.tensors, strict=True):
+    for name, tensor in zip(TENSORS, call.tensors, strict=True):
         if isinstance(tensor, torch.Tensor):
             tensors.check_layout(name, tensor)
     if call.has_norm:
