@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from allnorm.compile import guards
+from allnorm.compile import guards, prefetch
 from allnorm.compile.candidate import Match, Weight
 from allnorm.compile.expressions import Value
 from allnorm.compile.functional import is_last_copy
@@ -39,6 +39,7 @@ class Rewriter:
         self._superfluous: set[Node] = set()
         self._answered: set[Node] = set()
         self._quantizing: list[Node] = []
+        self._calls: list[Node] = []
 
     def apply(self, match: Match, comm_name: str) -> None:
         """Replaces one site with a call on the named communicator."""
@@ -47,6 +48,8 @@ class Rewriter:
             self._reduce(match, comm_name)
         self._place = self._place_of_call(match)
         call = self._call(match, comm_name)
+        if not candidate.is_local:
+            self._calls.append(call)
         # The call's results, in order.
         served: list[Value | None] = [candidate.normed, candidate.summed]
         if quantization is not None:
@@ -75,12 +78,16 @@ class Rewriter:
         for source in match.inputs:
             if position[source] <= position[node]:
                 continue
-            if source.op == "get_attr":  # moved before all calls: other sites may read it too
-                next(n for n in self._graph.nodes if n.op != "placeholder").prepend(source)
+            if source.op == "get_attr":
+                self._move_up(source)
             else:
                 late.append(source)
         self._in_order = self._in_order and not late
         return max([node, *match.inputs], key=position.__getitem__).next if late else node.next
+
+    def _move_up(self, attribute: Node) -> None:
+        """Moves a get_attr node before all calls."""
+        next(node for node in self._graph.nodes if node.op != "placeholder").prepend(attribute)
 
     def finish(self) -> None:
         """Removes unused nodes, and sorts the graph if necessary."""
@@ -98,6 +105,12 @@ class Rewriter:
             if all(user.args[1] != _NORMED for user in call.users):
                 call.update_arg(_RETURN_NORMED, False)
                 self._describe(call)
+        for call in self._calls:
+            weight = prefetch.next_weight(call, self._shapes)
+            if weight is not None:
+                call.update_kwarg("prefetch", weight)
+                if weight.op == "get_attr":
+                    self._move_up(weight)
         if not self._in_order:
             self._sort()
 

@@ -51,7 +51,7 @@ _PURE_HIGHER_ORDER = {"auto_functionalized", "auto_functionalized_v2"}
 
 def operation(node: Node) -> str:
     """Returns a node's operation in this module's vocabulary; empty if it has none."""
-    name = _plain_name(node)
+    name = plain_name(node)
     if name in _FOREIGN:
         return _FOREIGN[name]
     if name.endswith("_") and not name.startswith("__"):
@@ -76,7 +76,7 @@ def asks_only(node: Node) -> bool:
     """Returns whether a call only queries its tensor's shape, dtype or device."""
     if node.target is getattr and len(node.args) > 1:
         return node.args[1] in _ASKED_ATTRIBUTES
-    return len(node.all_input_nodes) == 1 and _plain_name(node) in _QUESTIONS
+    return len(node.all_input_nodes) == 1 and plain_name(node) in _QUESTIONS
 
 
 def checks_inputs(node: Node) -> bool:
@@ -163,7 +163,7 @@ def written(node: Node) -> list[Node]:
     if node.op != "call_function":
         return []
     target = node.target
-    name = _plain_name(node)
+    name = plain_name(node)
     if isinstance(target, HigherOrderOperator):
         return [] if target.name() in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
     if isinstance(target, OpOverloadPacket) and qualified_name(target).startswith("aten::"):
@@ -247,7 +247,7 @@ def is_torch_function(node: Node) -> bool:
     if node.op == "call_method" or isinstance(node.target, OpOverload | OpOverloadPacket):
         return True
     home = getattr(node.target, "__module__", "") or ""
-    return bool(_plain_name(node)) or node.target is getattr or home == "math"
+    return bool(plain_name(node)) or node.target is getattr or home == "math"
 
 
 def _named_writes(node: Node, name: str) -> list[Node]:
@@ -281,7 +281,7 @@ def _nodes_in(values: list[Any]) -> list[Node]:
     return list(dict.fromkeys(found))
 
 
-def _plain_name(node: Node) -> str:
+def plain_name(node: Node) -> str:
     """Returns a torch function's bare name, a foreign operator's `ns::name`, or ""."""
     if node.op == "call_method":
         return str(node.target)
