@@ -48,7 +48,12 @@ CSRC_FOREIGN = {
 
 # Maps a pattern to the files of csrc in which it may occur.
 CSRC_CONFINED = {
-    r"\basm\b|__asm__": {"gpu/cuda/memory.cuh", "gpu/hip/memory.cuh", "cpu/memory.h"},
+    r"\basm\b|__asm__": {
+        "gpu/cuda/memory.cuh",
+        "gpu/hip/memory.cuh",
+        "cpu/memory.h",
+        "cpu/float_mode.h",
+    },
     r"<<<|\bcudaLaunch\w+": {
         *("gpu/launch.cu", "gpu/hip/runtime.h"),
         *("tests/fake_cuda/cuda_runtime.h", "tests/fake_cuda/only_cuda.cpp"),
