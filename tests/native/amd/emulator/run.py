@@ -45,6 +45,7 @@ def run_cases(cases: Sequence[Case], seeds: int) -> None:
     runs, calls, instructions = Counter[int](), Counter[int](), Counter[int]()
     kernels = set()
     for case in cases:
+        done = sum(instructions.values()), time.monotonic()
         for seed in range(1, seeds + 1):
             try:
                 outcome = case.run(Settings(seed=seed))
@@ -61,6 +62,13 @@ def run_cases(cases: Sequence[Case], seeds: int) -> None:
             calls[case.ranks] += len(case.calls)
             instructions[case.ranks] += outcome.instructions
             kernels |= {(case.cpu, variant) for variant in outcome.kernels}
+        millions = (sum(instructions.values()) - done[0]) / 1e6
+        console.print(
+            f"{case.cpu} {case.name}: {case.ranks} ranks, {seeds} seeds, "
+            f"{millions:.1f} million instructions, {time.monotonic() - done[1]:.1f} s; "
+            f"{len(failed)} failed so far",
+            markup=False,
+        )
     table = Table("ranks", "runs", "calls", "million instructions", title=f"{len(kernels)} kernels")
     for ranks in sorted(runs):
         row = (ranks, runs[ranks], calls[ranks], f"{instructions[ranks] / 1e6:.1f}")
