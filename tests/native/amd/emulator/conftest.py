@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from .toolchain import ToolMissingError, tool
+from native.amd.compiler import ToolMissingError, require_tools
 
 
 @pytest.fixture(scope="package", autouse=True)
 def tools() -> None:
-    """Skips the tests if a tool is not installed."""
     try:
-        for name in ("clang++", "ld.lld", "llvm-mc", "llvm-objdump"):
-            tool(name)
+        require_tools()
     except ToolMissingError as missing:
         pytest.skip(str(missing))

@@ -1,4 +1,4 @@
-"""The LLVM tools that the AMD tests need, and the compiled emulator."""
+"""Compiles the emulator, and runs LLVM tools."""
 
 from __future__ import annotations
 
@@ -12,27 +12,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 
+from native.amd.compiler import BUILD, tool
+
 HERE = pathlib.Path(__file__).resolve().parent
 CSRC = HERE.parents[3] / "csrc"
-LLVM = "22"
 SOURCES = ("accesses", "c_api", "floats", "machine", "memory", "scalar", "vector")
 FLAGS = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra"]
-
-
-class ToolMissingError(RuntimeError):
-    """A tool that is not on this machine; the message names it."""
-
-
-def tool(name: str) -> str:
-    """Returns the path of an LLVM tool, for example of `llvm-objdump`.
-
-    Raises:
-        ToolMissingError: LLVM 22 is not installed.
-    """
-    path = shutil.which(f"{name}-{LLVM}")
-    if path is None:
-        raise ToolMissingError(f"{name}-{LLVM} is not on this machine")
-    return path
 
 
 def run_tool(name: str, *arguments: str | pathlib.Path, stdin: str = "") -> str:
@@ -40,19 +25,13 @@ def run_tool(name: str, *arguments: str | pathlib.Path, stdin: str = "") -> str:
 
     Raises:
         RuntimeError: The tool failed; the message is what it printed.
+        ToolMissingError: LLVM 22 is not installed.
     """
     command = [tool(name), *map(str, arguments)]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
     return done.stdout
-
-
-def folder() -> pathlib.Path:
-    """Returns the folder for compiled files, which later runs find again."""
-    path = HERE.parents[3] / "build" / "amd"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def key_of(files: Iterable[pathlib.Path], *rest: object) -> str:
@@ -79,9 +58,10 @@ def compile_library(
         ToolMissingError: clang++-22 is not installed.
     """
     key = key_of({*sources, *headers}, flags)
-    library = folder() / f"{name}-{key}.so"
+    library = BUILD / f"{name}-{key}.so"
     if library.exists():
         return library
+    BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
 
         def compile_one(source: pathlib.Path) -> pathlib.Path:
