@@ -14,7 +14,7 @@ from native.sass.kernels import ANY_WORLD_SIZE, Variant, all_variants, world_siz
 
 from .code_object import CodeObject
 from .machine import Machine, Settings
-from .toolchain import CSRC, HERE, compile_library, key_of, publish
+from .toolchain import CSRC, HERE, compile_library, key_of, locked, publish
 
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'gpu/hip'}"]
 _OTHERWISE = {
@@ -199,12 +199,12 @@ def loaded(variant: Variant, cpu: str, faults: tuple[str, ...] = ()) -> CodeObje
     flags = [f"-DALLNORM_FAULT_{fault}=1" for fault in faults]
     flags += ["-Wno-error"] if faults else []
     build = BUILD / key_of(CSRC.rglob("*.*h"), flags)
-    if not unit.at(cpu, build).exists():
-        with tempfile.TemporaryDirectory() as scratch:
+    target = unit.at(cpu, build)
+    with locked(target), tempfile.TemporaryDirectory() as scratch:
+        if not target.exists():
             compile_unit(unit, cpu, pathlib.Path(scratch), flags)
-            unit.at(cpu, build).parent.mkdir(parents=True, exist_ok=True)
-            publish(unit.at(cpu, pathlib.Path(scratch)), unit.at(cpu, build))
-    return CodeObject(unit.at(cpu, build), cpu)
+            publish(unit.at(cpu, pathlib.Path(scratch)), target)
+    return CodeObject(target, cpu)
 
 
 Edit = Callable[[CodeObject], CodeObject]

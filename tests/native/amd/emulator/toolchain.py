@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -10,7 +12,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from native.amd.compiler import BUILD, tool
 
@@ -32,6 +34,15 @@ def run_tool(name: str, *arguments: str | pathlib.Path, stdin: str = "") -> str:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
     return done.stdout
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path) -> Iterator[None]:
+    """Lets one process at a time make a file, so that parallel tests do not compile it twice."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def key_of(files: Iterable[pathlib.Path], *rest: object) -> str:
@@ -59,10 +70,9 @@ def compile_library(
     """
     key = key_of({*sources, *headers}, flags)
     library = BUILD / f"{name}-{key}.so"
-    if library.exists():
-        return library
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
+    with locked(library), tempfile.TemporaryDirectory() as scratch:
+        if library.exists():
+            return library
 
         def compile_one(source: pathlib.Path) -> pathlib.Path:
             compiled = pathlib.Path(scratch) / f"{source.stem}.o"
