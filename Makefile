@@ -40,6 +40,7 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?= -m "not slow and not long"
 MUTANTS_ARGS ?=
 AMD_ARGS ?=
+EMULATION_ARGS ?=
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/allnorm/_version.py)
 ALIAS = latest
 # Machine code per GPU generation, family-specific for 10 and 12 (for the e2m1 instruction), and PTX of
