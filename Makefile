@@ -189,7 +189,7 @@ $(BUILD)/cuda-runtime: | $(STAMPS)/run
 	$(BIN)/pip install --quiet --target $@ --no-deps --only-binary=:all: \
 	  $(foreach glibc,17 27 28,--platform manylinux_2_$(glibc)_$(ARCH)) "nvidia-cuda-runtime==$$version.*"
 
-inplace: $(STAMPS)/run
+inplace: $(STAMPS)/test
 	cmake -G Ninja -S . -B $(BUILD)/inplace -DALLNORM_CUDA=$(CUDA) '-DALLNORM_CUDA_ARCHITECTURES=$(CUDA_ARCHS)' \
 	  -DALLNORM_HIP=$(HIP) '-DALLNORM_HIP_ARCHITECTURES=$(HIP_ARCHS)' --log-level=WARNING
 	cmake --build $(BUILD)/inplace

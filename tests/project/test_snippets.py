@@ -417,6 +417,10 @@ def check_pip(words: list[str]) -> None:
     for word in words[1:]:
         if word.startswith("dist/"):  # a wheel
             continue
+        setting = re.fullmatch(r"--config-settings=cmake\.define\.(\w+)=\w+", word)
+        if setting:
+            assert setting[1] in (ROOT / "CMakeLists.txt").read_text(), word
+            continue
         package = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", word)
         assert package, word
         if package[2] is not None:

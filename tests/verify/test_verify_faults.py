@@ -31,7 +31,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(("exits",), 3, 0, id="exits", marks=pytest.mark.slow),
         pytest.param(("dtype", "no residual", "different al"), 4, 2, id="divergences, islands"),
         pytest.param(("comes", "SIGSTOP"), 2, 1, id="absences, islands of one"),
-        pytest.param(("among", "exits"), 4, 2, id="deaths, islands", marks=pytest.mark.slow),
+        pytest.param(("between", "exits"), 4, 2, id="deaths, islands", marks=pytest.mark.slow),
     ],
 )
 def test_faults_are_noticed_and_named(

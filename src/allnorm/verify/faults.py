@@ -82,7 +82,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "different weight_bias": {"weight_bias": 1.0},
     "different weight dtype": {"float32_weight": True},
 }
-DEATHS = ("killed", "killed among its calls", "exits")
+DEATHS = ("killed", "killed between its calls", "exits")
 _ELSEWHERE = "calls on another communicator"
 ABSENCES = ("never comes", "stopped (SIGSTOP)", _ELSEWHERE)
 _OTHER_ALGORITHM = {
@@ -257,7 +257,7 @@ def provoke(
         return None
     mine = _diverging(call, fault) if culprit and fault in DIVERGENCES else call
     # If a rank is killed during repeated calls, the calls before its death succeed.
-    seen = _failing_call(comm, mine, timeout_s, repeat=fault == "killed among its calls")
+    seen = _failing_call(comm, mine, timeout_s, repeat=fault == "killed between its calls")
     if goes_on(fault, call):
         seen["problems"] += [] if _is_right(comm, call, 2) else ["the next call gave wrong results"]
     else:
@@ -284,7 +284,7 @@ def _commit(fault: str, comms: list[allnorm.Communicator], call: Case) -> None:
     comm = comms[0]
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "killed among its calls":
+    elif fault == "killed between its calls":
         kill = threading.Timer(_KILL_AFTER_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
         kill.start()
         inputs = [_inputs(comm, call, number) for number in _IN_TURN]
