@@ -153,6 +153,15 @@ void packed(Machine&, Wave& wave, const Instruction& in) {
 }
 
 void add_packed(Table& table) {
+  table.add("v_fma_mix_f32", [](Machine&, Wave& wave, const Instruction& in) {
+    const Lanes<float> a = read_mixed(wave, in, 0), b = read_mixed(wave, in, 1);
+    const Lanes<float> c = read_mixed(wave, in, 2);
+    Lanes<float> result;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      result.lane[lane] = std::fma(a.lane[lane], b.lane[lane], c.lane[lane]);
+    }
+    write_lanes(wave, in.operands[0], result);
+  });
   table.add("v_fma_mixlo_f16", mixed<0>);
   table.add("v_fma_mixhi_f16", mixed<16>);
   table.add("v_pk_add_f32", packed<2, [](float a, float b, float) { return a + b; }>);

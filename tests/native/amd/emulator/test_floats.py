@@ -157,6 +157,8 @@ CASES: list[Case] = [
     ("v_cvt_f32_ubyte3 v0, v2", "u", True, lambda a: float(a >> 24)),
     ("v_pack_b32_f16 v0, v2, v4 op_sel:[1,0,0]", "uu", False,
      lambda a, b: a >> 16 | b % 65536 << 16),
+    ("v_fma_mix_f32 v0, v2, v4, v6 op_sel:[0,1,0] op_sel_hi:[0,1,0]", "fuf", True,
+     lambda a, b, c: product_sum(a, half(b >> 16), c)),
     ("v_fma_mixlo_f16 v0, v2, v4, v6", "fff", False,
      lambda a, b, c: mixed(a, b, c) | KEPT & 0xFFFF0000),
     ("v_fma_mixhi_f16 v0, v2, v4, v6 op_sel:[0,1,0] op_sel_hi:[0,1,0]", "fuf", False,
