@@ -215,15 +215,26 @@ EXPORT int calls_num_launches(const Calls* calls, int op) {
   return rows_of_first_launch(*calls, operation) < operation.call.num_tokens ? 2 : 1;
 }
 
+// Reserves slots for rows with owners. The host code uses these kernels only for more rows than the
+// calls here have, and reserves less for calls of few rows.
+static void reserve_for_owners(FusedParams& params, const Calls& calls, const AllnormCall& call,
+                               int64_t num_rows) {
+  const SlotBytes slot = owned_rows_bytes(calls.world_size, call);
+  const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
+  const uint32_t units = PushLayout::units(calls.workspace_bytes, bytes);
+  params.large = units == 0;
+  params.units = params.large ? 1 : units;
+  params.phases = PushLayout::phases(calls.workspace_bytes, units);
+}
+
 EXPORT void calls_launch(Calls* calls, int op, int rank, int number, LaunchInfo* info) {
   Operation& operation = *calls->operations[static_cast<size_t>(op)];
   const AllnormCall call = call_of(operation, rank);
   const int64_t cut = rows_of_first_launch(*calls, operation);
   const int64_t first = number == 0 ? 0 : cut;
   const int64_t count = number == 0 ? cut : call.num_tokens - cut;
-  const OwnedRowsParams params =
-      owned_rows_params(calls->configs[static_cast<size_t>(rank)], call, first, count,
-                        &calls->faults[static_cast<size_t>(rank)]);
+  OwnedRowsParams params = owned_rows_params(calls->configs[static_cast<size_t>(rank)], call, first,
+                                             count, &calls->faults[static_cast<size_t>(rank)]);
   Features needs = needs_of(operation.call);
   needs.experts = params.fused.experts.top_k != 0;
   const bool few =
@@ -231,6 +242,7 @@ EXPORT void calls_launch(Calls* calls, int op, int rank, int number, LaunchInfo*
   const int parts = parts_of(params.fused.packs);
   const char* const kind = kind_of(operation, few, parts > 1);
   const bool is_owned = std::strncmp(kind, "owned", 5) == 0;
+  if (is_owned) reserve_for_owners(params.fused, *calls, call, count);
   *info = {
       .kind = {},
       .dtype = call.dtype,
