@@ -35,7 +35,8 @@ def _library(half_units: int, faults: tuple[str, ...]) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler, which the model's arithmetic needs")
     path = pathlib.Path(_folder().name) / f"{'-'.join((str(half_units), *faults))}.so"
-    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-O1", f"-I{CSRC}", str(SOURCE)]
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-O1", str(SOURCE)]
+    command += [f"-I{CSRC}", f"-I{CSRC / 'tests' / 'shim'}"]
     command += [f"-DALLNORM_HALF_UNITS={half_units}", "-o", str(path)]
     command += [f"-DALLNORM_FAULT_{fault}" for fault in faults]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
