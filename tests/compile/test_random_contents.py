@@ -286,7 +286,7 @@ def check_run(
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("first", [0, 50])
+@pytest.mark.parametrize("first", [0, pytest.param(50, marks=pytest.mark.long)])
 def test_random_contents(pool: RankPool, first: int) -> None:
     check_programs(pool, __name__, range(first, first + 50), fused=5, missed=5)
 

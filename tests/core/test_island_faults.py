@@ -167,7 +167,7 @@ def stops_within_waits(
 
 
 @on(cpu=(6,))
-@pytest.mark.parametrize("victim", [0, 5])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize(
     ("islands", "algorithm"),
     [(((0, 1), (2, 3), (4, 5)), "auto"), (((0, 1, 2), (3, 4, 5)), "auto"), ("auto", "unfused")],
@@ -180,7 +180,7 @@ def test_a_rank_that_stops_within_any_wait_is_named_by_all(
 
 
 @on(cpu=(4,))
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_a_rank_that_stops_within_any_wait_is_named_by_two_machines(
     rank: int, world_size: int, victim: int
 ) -> None:
