@@ -346,7 +346,7 @@ void check_code(const Code& code) {
 }
 
 TEST(loaded_code) {
-  // Of HIP's code objects, only those of the very device can be loaded.
+  // HIP loads only code objects that were compiled for exactly this device.
   const std::vector<Code> codes =
       kHasClusters
           ? std::vector<Code>{{2, 90, 90, 90, 90},    {3, 90, 80, 90, 80},   {4, 90, 80, 80, 80},

@@ -260,10 +260,10 @@ class Communicator(Calls):
     def prefetch_bytes(
         self, num_tokens: int, hidden_size: int, *arguments: Any, **more: Any
     ) -> int:
-        """Returns how many bytes of `prefetch` a call with a norm loads into the L2 cache.
+        """Returns the number of bytes of `prefetch` that a call with a norm loads into L2.
 
-        At most: a call never loads more than the tensor has. Pure, not collective, the same on
-        every rank. Takes the arguments of `plan()`, and raises its errors.
+        An upper bound: a call never loads more bytes than the tensor has. Pure, not collective, the
+        same on every rank. Takes the arguments of `plan()`, and raises its errors.
         """
         return self.plan(num_tokens, hidden_size, *arguments, **more).prefetch_bytes
 

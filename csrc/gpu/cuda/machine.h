@@ -16,11 +16,11 @@ constexpr int kMaxClusterSize = 8;
 // are no such kernels.
 constexpr int kMaxParts = 1;
 
-// Whether a load under a condition is one predicated instruction. Otherwise it is a branch, at
-// whose end the compiler may wait for the load.
+// True if a load under a condition is one predicated instruction. Otherwise it is a branch, and the
+// compiler may wait for the load at its end.
 constexpr bool kPredicatesLoads = true;
 
-// Whether prefetch_to_l2() does anything.
+// True if prefetch_to_l2() is an instruction.
 constexpr bool kPrefetches = true;
 
 }  // namespace allnorm

@@ -11,7 +11,7 @@
 namespace allnorm {
 
 constexpr const char* kBackend = "cuda";
-// Whether there are GPUs with clusters of blocks and programmatic dependent launch.
+// True if the API has clusters of blocks and programmatic dependent launch.
 constexpr bool kHasClusters = true;
 // The end of a message about a row or a call that needs clusters, after the kernels' target.
 constexpr const char* kWithoutClusters = "clusters of blocks need 9.0";

@@ -18,11 +18,11 @@ constexpr int kMaxClusterSize = 1;  // there are no clusters
 // are no such kernels.
 constexpr int kMaxParts = 4;
 
-// Whether a load under a condition is one predicated instruction. Otherwise it is a branch, at
-// whose end the compiler may wait for the load.
+// True if a load under a condition is one predicated instruction. Otherwise it is a branch, and the
+// compiler may wait for the load at its end.
 constexpr bool kPredicatesLoads = false;
 
-// Whether prefetch_to_l2() does anything.
+// True if prefetch_to_l2() is an instruction.
 constexpr bool kPrefetches = false;
 
 }  // namespace allnorm

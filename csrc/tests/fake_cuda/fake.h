@@ -80,7 +80,7 @@ void launch_foreign(cudaStream_t stream, bool dependent);
 // The name of the function that launches kernels.
 extern const char* const kLaunch;
 
-// Whether the memory at an address was allocated without caching; always true for CUDA.
+// Returns whether the memory at an address was allocated without caching; always true for CUDA.
 bool is_uncached(const void* address);
 
 // The number of uses of destroyed streams, events and memory.

@@ -119,7 +119,7 @@ inline bool fails(const char* function) {
 // Fails if any stream is being captured, and makes all captures invalid.
 cudaError_t forbidden_in_captures();
 
-// What the functions do that have different parameters in CUDA and HIP.
+// Implement the functions whose parameters differ between CUDA and HIP.
 cudaError_t allocate_memory(std::set<void*>& where, void** address, size_t bytes);
 cudaError_t capture_of(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                        cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* num_nodes);

@@ -1,6 +1,6 @@
-// What only a HIP runtime that is a library of its own has: functions that a library's constructors
-// call to register kernels, and the functions of its test. tests/native/amd loads the HIP library
-// beside it.
+// Functions of the fake HIP runtime that exist only when it is a shared library: those that
+// register kernels, which constructors of other libraries call, and those for its test.
+// tests/native/amd loads the HIP library together with it.
 #include <map>
 #include <string>
 

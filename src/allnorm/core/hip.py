@@ -31,7 +31,7 @@ _proving = False
 
 @dataclass(frozen=True)
 class Subject:
-    """What a proof is about.
+    """The library, GPUs and runtime that a proof is valid for.
 
     Attributes:
         library: SHA-256 of liballnorm_hip.so.

@@ -147,7 +147,7 @@ def compile_unit(
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a kernel needs, as its code object states it."""
+    """The registers and memory that a kernel needs, as stated in its code object."""
 
     name: str
     vector_registers: int

@@ -133,7 +133,7 @@ class Call:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run of calls came to.
+    """The outcome of a run of calls.
 
     Attributes:
         wrong: For each call, the number of wrong elements on all ranks.
@@ -153,7 +153,7 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        """Whether every bit is right and no rank has failed."""
+        """True if every bit is right and no rank has failed."""
         failed = any(fault.status for fault in self.faults)
         return not any(self.wrong) and self.not_at_rest == 0 and not failed
 

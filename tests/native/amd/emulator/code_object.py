@@ -86,7 +86,7 @@ class Encoded(ctypes.Structure):
 
 
 class Kernel(ctypes.Structure):
-    """What a launch needs of a kernel: struct Kernel in machine.h."""
+    """The properties of a kernel that a launch needs: struct Kernel in machine.h."""
 
     _fields_ = (
         ("entry", ctypes.c_uint64),

@@ -55,7 +55,7 @@ class Machine {
   const Settings& settings() const { return settings_; }
   uint64_t instructions() const { return instructions_; }
   uint64_t clock() const { return clock_; }
-  // Whether a wave has run the instruction at an address.
+  // Returns whether a wave has run the instruction at an address.
   bool has_executed(uint64_t address) const { return executed_[index_of(address)] != 0; }
 
   // Adds instructions whose addresses are those of the code in memory.

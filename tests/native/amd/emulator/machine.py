@@ -38,7 +38,7 @@ class _Settings(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run does; memory.h describes the effects.
+    """The settings of a run; memory.h describes the effects.
 
     Attributes:
         seed: Runs with the same seed are equal.

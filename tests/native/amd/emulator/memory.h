@@ -21,7 +21,7 @@
 
 namespace allnorm::amd {
 
-// What a run does. The fields have the same order in machine.py.
+// The settings of a run. The fields have the same order in machine.py.
 struct Settings {
   uint64_t seed;
   int32_t late_stores;   // 0: stores take effect at once
@@ -72,7 +72,7 @@ struct Access {
   uint32_t words() const { return (bytes + 3) / 4; }
   uint32_t pieces() const { return bytes > 8 ? words() : 1; }
   bool is_done() const { return (todo[0] | todo[1] | todo[2] | todo[3]) == 0; }
-  // Whether both access the same byte, in lanes that have not taken effect.
+  // Returns whether both access the same byte, in lanes that have not taken effect.
   bool overlaps(const Access& other) const;
 
   // The lines of all lanes, hashed: accesses with disjoint sets do not overlap.
