@@ -11,6 +11,8 @@ import pathlib
 import re
 from collections.abc import Callable
 
+from native.paths import reachable
+
 from .compiler import Resources, output_of, resources_of, tool
 
 _SYMBOL = re.compile(r"^([0-9a-f]+) <(.*)>:$", re.MULTILINE)
@@ -40,7 +42,7 @@ class Instruction:
 
     @property
     def is_global(self) -> bool:
-        """Whether the instruction accesses global memory, also by a generic address or a buffer."""
+        """True if it accesses global memory, also by a generic address or a buffer."""
         return self._family in ("global", "flat") or (
             self._family == "buffer" and self.opcode.split("_")[1] in ("load", "store", "atomic")
         )
@@ -68,7 +70,7 @@ class Instruction:
 
     @property
     def is_system_wide(self) -> bool:
-        """Whether a load, a store, a write-back or an invalidation has system scope."""
+        """True if a load, a store, a write-back or an invalidation has system scope."""
         return self.bits == {"sc0", "sc1"}
 
     @property
@@ -84,7 +86,7 @@ class Instruction:
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether the instruction waits for all accesses of vector memory."""
+        """True if the instruction waits for all accesses of vector memory."""
         return self.most_outstanding == 0
 
 
@@ -124,15 +126,7 @@ class Function:
         self, start: int = 0, stop: Callable[[Instruction], bool] = lambda _: False
     ) -> set[int]:
         """Returns the indices reachable from `start`, up to the first `stop` on each path."""
-        seen: set[int] = set()
-        todo = [start]
-        while todo:
-            index = todo.pop()
-            if index not in seen:
-                seen.add(index)
-                if not stop(self.instructions[index]):
-                    todo.extend(self.successors[index])
-        return seen
+        return reachable(self.instructions, self.successors, start, stop)
 
     def after(
         self, index: int, stop: Callable[[Instruction], bool] = lambda _: False

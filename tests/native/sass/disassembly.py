@@ -17,6 +17,8 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from native.paths import reachable
+
 INSTRUCTION_BYTES = 16
 JUMPS = ("BRA", "WARPSYNC")
 GLOBAL_MEMORY = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED")
@@ -185,15 +187,7 @@ class Kernel:
 
         Does not enter subroutines.
         """
-        seen: set[int] = set()
-        todo = [start]
-        while todo:
-            index = todo.pop()
-            if index not in seen:
-                seen.add(index)
-                if not stop(self.instructions[index]):
-                    todo.extend(self.successors[index])
-        return seen
+        return reachable(self.instructions, self.successors, start, stop)
 
     @functools.cached_property
     def body(self) -> tuple[Instruction, ...]:
