@@ -213,6 +213,55 @@ inline AllnormCall call_of(Operation& op, int rank) {
   return call;
 }
 
+// Returns the rows of the first launch. Some calls are split into two launches.
+inline int64_t rows_of_first_launch(const Operation& op, int world_size) {
+  const int64_t half = op.call.num_tokens / 2 / world_size * world_size;
+  return half > 0 && op.call.num_tokens % 3 == 0 ? half : op.call.num_tokens;
+}
+inline uint32_t num_launches(const Operation& op, int world_size) {
+  return rows_of_first_launch(op, world_size) < op.call.num_tokens ? 2 : 1;
+}
+
+// Reserves slots for rows with owners. Tests use the kernels of such rows for fewer rows than the
+// host code does, which then reserves the slots of a two_shot call in chunks: too few.
+inline void reserve_for_owners(FusedParams& params, const AllnormCommConfig& config,
+                               const AllnormCall& call, int64_t num_rows) {
+  const SlotBytes slot = owned_rows_bytes(config.world_size, call);
+  const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
+  const uint32_t units = PushLayout::units(config.workspace_bytes, bytes);
+  params.large = units == 0;
+  params.units = params.large ? 1 : units;
+  params.phases = PushLayout::phases(config.workspace_bytes, units);
+}
+
+// The workspaces and fault records of a group of ranks.
+struct RankGroup {
+  RankGroup(int world_size, uint32_t first_op, int64_t timeout_ns, int64_t workspace_bytes)
+      : workspaces(static_cast<size_t>(world_size)), faults(static_cast<size_t>(world_size)) {
+    for (auto& workspace : workspaces) {
+      workspace.assign(static_cast<size_t>(workspace_bytes) / sizeof(Pack),
+                       Pack{~0u, ~0u, ~0u, ~0u});
+      const std::vector<char> control = first_control_block(first_op);
+      std::copy(control.begin(), control.end(), reinterpret_cast<char*>(workspace.data()));
+    }
+    for (int rank = 0; rank < world_size; ++rank) {
+      AllnormCommConfig config = {};
+      config.struct_bytes = sizeof(config);
+      config.rank = rank;
+      config.world_size = world_size;
+      config.workspace_bytes = workspace_bytes;
+      config.timeout_ns = timeout_ns;
+      config.first_op = first_op;
+      for (size_t r = 0; r < workspaces.size(); ++r) config.workspaces[r] = workspaces[r].data();
+      configs.push_back(config);
+    }
+  }
+
+  std::vector<std::vector<Pack>> workspaces;
+  std::vector<AllnormFault> faults;
+  std::vector<AllnormCommConfig> configs;
+};
+
 // Returns whether an element is correct. All NaNs count as equal.
 inline bool same(int dtype, uint32_t got, uint32_t expected, Allowed allowed = Allowed::kRight) {
   const bool may_be_nan = allowed == Allowed::kRightOrNan || std::isnan(to_float(dtype, expected));

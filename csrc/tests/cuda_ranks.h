@@ -58,15 +58,6 @@ struct LaunchOn {
   int parts = 1;       // packs per thread: more than one for kernels of wide rows
 };
 
-// Returns the rows of the first launch. Some calls are split into two launches.
-inline int64_t rows_of_first_launch(const Operation& op, int world_size) {
-  const int64_t half = op.call.num_tokens / 2 / world_size * world_size;
-  return half > 0 && op.call.num_tokens % 3 == 0 ? half : op.call.num_tokens;
-}
-inline uint32_t num_launches(const Operation& op, int world_size) {
-  return rows_of_first_launch(op, world_size) < op.call.num_tokens ? 2 : 1;
-}
-
 // Enqueues the launches of rank `config.rank`. The dtype of the operation is one of Types.
 template <int kWorldSize, class Kernels, class... Types>
 void launch_kernels(shim::Machine& machine, const AllnormCommConfig& config, Operation& op,
@@ -76,6 +67,9 @@ void launch_kernels(shim::Machine& machine, const AllnormCommConfig& config, Ope
   for (int64_t first = 0; first < call.num_tokens;) {
     const int64_t count = first == 0 ? cut : call.num_tokens - first;
     OwnedRowsParams params = owned_rows_params(config, call, first, count, fault);
+    if (on.parts == 1 && kind_of(op, kWorldSize, false) >= KernelKind::kOwnedSum) {
+      reserve_for_owners(params.fused, config, call, count);
+    }
     // Simulates a link so slow that a row is not due yet when the previous one has been received.
     // Receiving takes longer here than on a GPU, so the slowest allowed link would be too fast.
     if (call.num_tokens % 2 == 0) params.fused.row_ps *= 32;
@@ -113,28 +107,13 @@ inline void run_to_end(shim::Machine& machine, const char* what, uint64_t seed) 
   std::_Exit(result());
 }
 
-// The workspaces and fault records of a group of ranks.
-struct FiberGroup {
+// A group of ranks on simulated GPUs.
+struct FiberGroup : RankGroup {
   FiberGroup(int world_size, uint32_t first_op, int64_t timeout_ns,
              int64_t workspace_bytes = kWorkspaceBytes)
-      : workspaces(static_cast<size_t>(world_size)), faults(static_cast<size_t>(world_size)) {
-    for (auto& workspace : workspaces) {
-      workspace.assign(static_cast<size_t>(workspace_bytes) / sizeof(Pack),
-                       Pack{~0u, ~0u, ~0u, ~0u});
-      const std::vector<char> control = first_control_block(first_op);
-      std::copy(control.begin(), control.end(), reinterpret_cast<char*>(workspace.data()));
-    }
-    for (int rank = 0; rank < world_size; ++rank) {
-      AllnormCommConfig config = {};
-      config.struct_bytes = sizeof(config);
-      config.rank = rank;
-      config.world_size = world_size;
-      config.workspace_bytes = workspace_bytes;
-      config.timeout_ns = timeout_ns;
-      config.first_op = first_op;
+      : RankGroup(world_size, first_op, timeout_ns, workspace_bytes) {
+    for (AllnormCommConfig& config : configs) {
       config.flags = first_op % 2 == 0 ? ALLNORM_LATE_TRIGGER : 0;
-      for (size_t r = 0; r < workspaces.size(); ++r) config.workspaces[r] = workspaces[r].data();
-      configs.push_back(config);
     }
   }
 
@@ -183,10 +162,6 @@ struct FiberGroup {
     char* const own = reinterpret_cast<char*>(workspaces[static_cast<size_t>(rank)].data());
     memcpy(own + PushControl::kPoisoned, &poison, sizeof(poison));
   }
-
-  std::vector<std::vector<Pack>> workspaces;
-  std::vector<AllnormFault> faults;
-  std::vector<AllnormCommConfig> configs;
 };
 
 // Checks all results of operations that ran in sequence.

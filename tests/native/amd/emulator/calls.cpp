@@ -50,15 +50,12 @@ struct LaunchInfo {
 static_assert(sizeof(OwnedRowsParams) <= sizeof(LaunchInfo::parameters));
 
 struct Calls {
-  int world_size;
-  uint32_t first_op;
-  int64_t workspace_bytes;
   Random random;
+  RankGroup group;
   std::vector<std::unique_ptr<Operation>> operations;
   std::vector<bool> few;  // of each operation
-  std::vector<std::vector<Pack>> workspaces;
-  std::vector<AllnormFault> faults;
-  std::vector<AllnormCommConfig> configs;
+
+  int world_size() const { return static_cast<int>(group.configs.size()); }
 };
 
 void fill_words(Matrix& matrix, Random& random, int values) {
@@ -85,40 +82,13 @@ const char* kind_of(const Operation& op, bool few, bool wide) {
   return op.dense ? "one_shot_dense" : "one_shot";
 }
 
-// Some calls are split into two launches.
-int64_t rows_of_first_launch(const Calls& calls, const Operation& op) {
-  const int64_t half = op.call.num_tokens / 2 / calls.world_size * calls.world_size;
-  return half > 0 && op.call.num_tokens % 3 == 0 ? half : op.call.num_tokens;
-}
-
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT Calls* calls_create(int world_size, uint64_t seed, uint32_t first_op, int64_t timeout_ns,
                            int64_t workspace_bytes) {
-  auto* calls = new Calls{world_size, first_op, workspace_bytes, Random(seed), {}, {}, {}, {}, {}};
-  calls->workspaces.resize(static_cast<size_t>(world_size));
-  calls->faults.resize(static_cast<size_t>(world_size));
-  for (auto& workspace : calls->workspaces) {
-    workspace.assign(static_cast<size_t>(workspace_bytes) / sizeof(Pack), Pack{~0u, ~0u, ~0u, ~0u});
-    const std::vector<char> control = first_control_block(first_op);
-    std::copy(control.begin(), control.end(), reinterpret_cast<char*>(workspace.data()));
-  }
-  for (int rank = 0; rank < world_size; ++rank) {
-    AllnormCommConfig config = {};
-    config.struct_bytes = sizeof(config);
-    config.rank = rank;
-    config.world_size = world_size;
-    config.workspace_bytes = workspace_bytes;
-    config.timeout_ns = timeout_ns;
-    config.first_op = first_op;
-    for (size_t r = 0; r < calls->workspaces.size(); ++r) {
-      config.workspaces[r] = calls->workspaces[r].data();
-    }
-    calls->configs.push_back(config);
-  }
-  return calls;
+  return new Calls{Random(seed), {world_size, first_op, timeout_ns, workspace_bytes}, {}, {}};
 }
 EXPORT void calls_destroy(Calls* calls) { delete calls; }
 
@@ -157,7 +127,7 @@ EXPORT void calls_add(Calls* calls, const Spec* spec) {
       call.post_eps = 1e-6f;
     }
   }
-  auto op = std::make_unique<Operation>(make_operation(calls->world_size, random, call, normed));
+  auto op = std::make_unique<Operation>(make_operation(calls->world_size(), random, call, normed));
   if (spec->op < 0) {
     random_experts(*op, random);
   } else {
@@ -182,9 +152,9 @@ EXPORT void calls_regions(Calls* calls, void (*add)(uint64_t begin, uint64_t byt
   const auto give_matrix = [&](const Matrix& matrix) {
     give(matrix.bytes.data(), matrix.bytes.size() * sizeof(matrix.bytes[0]));
   };
-  for (auto& workspace : calls->workspaces)
+  for (auto& workspace : calls->group.workspaces)
     give(workspace.data(), workspace.size() * sizeof(Pack), 0);
-  give(calls->faults.data(), calls->faults.size() * sizeof(AllnormFault), 0);
+  give(calls->group.faults.data(), calls->group.faults.size() * sizeof(AllnormFault), 0);
   std::vector<const void*> shared;
   for (auto& op : calls->operations) {
     for (const auto* list : {&op->x, &op->out, &op->residual_out}) {
@@ -212,29 +182,18 @@ EXPORT void calls_regions(Calls* calls, void (*add)(uint64_t begin, uint64_t byt
 
 EXPORT int calls_num_launches(const Calls* calls, int op) {
   const Operation& operation = *calls->operations[static_cast<size_t>(op)];
-  return rows_of_first_launch(*calls, operation) < operation.call.num_tokens ? 2 : 1;
-}
-
-// Reserves slots for rows with owners. The host code uses these kernels only for more rows than the
-// calls here have, and reserves less for calls of few rows.
-static void reserve_for_owners(FusedParams& params, const Calls& calls, const AllnormCall& call,
-                               int64_t num_rows) {
-  const SlotBytes slot = owned_rows_bytes(calls.world_size, call);
-  const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
-  const uint32_t units = PushLayout::units(calls.workspace_bytes, bytes);
-  params.large = units == 0;
-  params.units = params.large ? 1 : units;
-  params.phases = PushLayout::phases(calls.workspace_bytes, units);
+  return static_cast<int>(num_launches(operation, calls->world_size()));
 }
 
 EXPORT void calls_launch(Calls* calls, int op, int rank, int number, LaunchInfo* info) {
   Operation& operation = *calls->operations[static_cast<size_t>(op)];
+  const AllnormCommConfig& config = calls->group.configs[static_cast<size_t>(rank)];
   const AllnormCall call = call_of(operation, rank);
-  const int64_t cut = rows_of_first_launch(*calls, operation);
+  const int64_t cut = rows_of_first_launch(operation, calls->world_size());
   const int64_t first = number == 0 ? 0 : cut;
   const int64_t count = number == 0 ? cut : call.num_tokens - cut;
-  OwnedRowsParams params = owned_rows_params(calls->configs[static_cast<size_t>(rank)], call, first,
-                                             count, &calls->faults[static_cast<size_t>(rank)]);
+  OwnedRowsParams params = owned_rows_params(config, call, first, count,
+                                             &calls->group.faults[static_cast<size_t>(rank)]);
   Features needs = needs_of(operation.call);
   needs.experts = params.fused.experts.top_k != 0;
   const bool few =
@@ -242,7 +201,7 @@ EXPORT void calls_launch(Calls* calls, int op, int rank, int number, LaunchInfo*
   const int parts = parts_of(params.fused.packs);
   const char* const kind = kind_of(operation, few, parts > 1);
   const bool is_owned = std::strncmp(kind, "owned", 5) == 0;
-  if (is_owned) reserve_for_owners(params.fused, *calls, call, count);
+  if (is_owned) reserve_for_owners(params.fused, config, call, count);
   *info = {
       .kind = {},
       .dtype = call.dtype,
@@ -272,11 +231,12 @@ EXPORT int64_t calls_wrong(const Calls* calls, int op, int rank, int may_be_nan)
 
 // Returns the number of counters and slots of a rank that are not as they must be after all calls.
 EXPORT int64_t calls_not_at_rest(const Calls* calls, int rank) {
-  uint32_t next_op = calls->first_op;
+  const AllnormCommConfig& config = calls->group.configs[static_cast<size_t>(rank)];
+  uint32_t next_op = config.first_op;
   for (size_t op = 0; op < calls->operations.size(); ++op) {
     next_op += static_cast<uint32_t>(calls_num_launches(calls, static_cast<int>(op)));
   }
-  const auto& workspace = calls->workspaces[static_cast<size_t>(rank)];
+  const auto& workspace = calls->group.workspaces[static_cast<size_t>(rank)];
   const char* own = reinterpret_cast<const char*>(workspace.data());
   const auto* counters = reinterpret_cast<const uint64_t*>(own + PushControl::kCounters);
   int64_t wrong = 0;
@@ -284,19 +244,19 @@ EXPORT int64_t calls_not_at_rest(const Calls* calls, int rank) {
     wrong += static_cast<uint32_t>(counters[i]) != next_op || counters[i] != counters[0];
   }
   const auto* words = reinterpret_cast<const uint32_t*>(own + PushControl::kBytes);
-  for (int64_t i = 0; i < (calls->workspace_bytes - PushControl::kBytes) / 4; ++i) {
+  for (int64_t i = 0; i < (config.workspace_bytes - PushControl::kBytes) / 4; ++i) {
     wrong += words[i] != kEmptyWord;
   }
   return wrong;
 }
 
 EXPORT void calls_fault(const Calls* calls, int rank, AllnormFault* fault) {
-  *fault = calls->faults[static_cast<size_t>(rank)];
+  *fault = calls->group.faults[static_cast<size_t>(rank)];
 }
 
 // Tells a rank that the processes of its peers in the mask have ended.
 EXPORT void calls_set_died(Calls* calls, int rank, uint32_t peers) {
-  calls->faults[static_cast<size_t>(rank)].died = peers;
+  calls->group.faults[static_cast<size_t>(rank)].died = peers;
 }
 
 // Describes a call in a line.
