@@ -24,6 +24,8 @@ from rank_helpers import Case, Experts, device, on
 
 import allnorm
 from allnorm.core import connection
+from allnorm.core.failure import Failure
+from allnorm.core.notes import CROSSED, Cause
 from allnorm.testing import RankPool, assert_same_bits
 
 PAIRS = ((0, 1), (2, 3))
@@ -335,3 +337,30 @@ def test_threads_that_call_at_the_same_time(pool: RankPool, how: str, algorithm:
         for text in seen:
             assert "at the same time" in text
             assert "a Communicator of its own" in text
+
+
+def close_before_the_record_is_read(rank: int, world_size: int, algorithm: str) -> str:
+    """Returns the error of a failed wait whose record another thread closes before it is read."""
+    islands = APART if algorithm == "hierarchical" else "auto"
+    c = allnorm.Communicator(device=device(), islands=islands, timeout=120)
+    if rank == 1:
+        c.close()
+        return ""
+    end_wait = Failure.end_wait
+
+    def crossed(failure: Failure, status: int, *fault: object) -> None:
+        failure.end_with(Cause(rank, CROSSED))  # as another thread does
+        end_wait(failure, status, *(channel._fault() for _ in fault))
+
+    channel = c._endpoint._channel
+    with mock.patch.object(Failure, "end_wait", crossed), pytest.raises(allnorm.AllnormError) as e:
+        c.all_reduce(torch.ones(7, 96), algorithm=algorithm)
+    c.close()
+    return f"{type(e.value).__name__}: {e.value}"
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("algorithm", ["unfused", "hierarchical"])
+def test_a_record_that_another_thread_closed(pool: RankPool, algorithm: str) -> None:
+    text, _ = pool.run(close_before_the_record_is_read, algorithm)
+    assert "at the same time" in text

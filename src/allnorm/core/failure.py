@@ -153,6 +153,10 @@ class Failure:
             fault = _native.Fault()
             self._opened.library.comm_check(self._opened.handle, ctypes.addressof(fault))
             fault = self._opened.in_group(fault)
+        if fault.status == _native.OK:
+            # Another thread has failed or closed the communicator since this wait ended. A closed
+            # handle no longer returns its record.
+            self.check_usable()
         if status in _KIND_OF_STATUS:
             raise _FaultError(fault)
         if status == _native.DIVERGED:
