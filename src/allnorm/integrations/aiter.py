@@ -41,22 +41,11 @@ class AiterCalls:
         self.comm = comm
 
     def fused_ar_rms(
-        self,
-        inp: Tensor,
-        res_inp: Tensor,
-        *,
-        res_out: Tensor | None = None,
-        out: Tensor | None = None,
-        scale_out: Tensor | None = None,
-        w: Tensor,
-        eps: float,
-        registered: bool = False,
-        use_1stage: bool = False,
-        post_per_token_quant: bool = False,
-        out_hidden_dim: int = 0,
-        gemma_norm: bool = False,
-        emit_bf16: bool = False,
-    ) -> Results:
+        self, inp: Tensor, res_inp: Tensor, *, res_out: Tensor | None = None,
+        out: Tensor | None = None, scale_out: Tensor | None = None, w: Tensor, eps: float,
+        registered: bool = False, use_1stage: bool = False, post_per_token_quant: bool = False,
+        out_hidden_dim: int = 0, gemma_norm: bool = False, emit_bf16: bool = False,
+    ) -> Results:  # fmt: skip
         """Reduces `inp`, adds the residual and applies RMSNorm; optionally quantizes each row.
 
         Args:
@@ -91,37 +80,19 @@ class AiterCalls:
             )
         bias = 1.0 if gemma_norm else 0.0
         if post_per_token_quant:
-            given = (out, _flat(scale_out), res_out)
-            return self._quantized(
-                inp, res_inp, w, eps, Fp8PerToken(), bias=bias, emit=emit_bf16, given=given
-            )
+            given = (out, scale_out, res_out)
+            return self._quantized(inp, res_inp, w, eps, Fp8PerToken(), emit_bf16, bias, given)
         return self.comm.all_reduce_add_rms_norm(
             inp, res_inp, w, eps, weight_bias=bias, out=out, residual_out=res_out
         )
 
     def fused_ar_rms_per_group_quant(
-        self,
-        inp: Tensor,
-        res_inp: Tensor,
-        *,
-        w: Tensor,
-        eps: float,
-        group_size: int = 128,
-        registered: bool = False,
-        use_1stage: bool = False,
-        emit_bf16: bool = False,
-    ) -> Results:
+        self, inp: Tensor, res_inp: Tensor, *, w: Tensor, eps: float, group_size: int = 128,
+        registered: bool = False, use_1stage: bool = False, emit_bf16: bool = False,
+    ) -> Results:  # fmt: skip
         """Runs `fused_ar_rms` and quantizes its rows with one scale per `group_size` columns.
 
-        Args:
-            inp: as for `fused_ar_rms`.
-            res_inp: as for `fused_ar_rms`.
-            w: as for `fused_ar_rms`.
-            eps: as for `fused_ar_rms`.
-            group_size: columns per scale; see `Fp8PerGroup`.
-            registered: no effect.
-            use_1stage: no effect.
-            emit_bf16: whether the rows are returned in the dtype of `inp`, too.
+        Arguments are those of `fused_ar_rms`; `Fp8PerGroup` lists the values of `group_size`.
 
         Returns:
             (quantized, residual, scale); with `emit_bf16` also the normed rows. `scale`:
@@ -132,90 +103,48 @@ class AiterCalls:
                 hidden_size.
             UnsupportedError: the GPU cannot use the quantized format.
         """
-        return self._quantized(inp, res_inp, w, eps, Fp8PerGroup(group_size), emit=emit_bf16)
+        return self._quantized(inp, res_inp, w, eps, Fp8PerGroup(group_size), emit_bf16)
 
     # ---- the names under which engines call them
 
     def custom_fused_ar_rms(
-        self,
-        input: Tensor,
-        residual_inp: Tensor,
-        weight: Tensor,
-        eps: float,
-        use_1stage: bool,
-        out_hidden_dim: int = 0,
-        gemma_norm: bool = False,
-    ) -> Results:
+        self, input: Tensor, residual_inp: Tensor, weight: Tensor, eps: float, use_1stage: bool,
+        out_hidden_dim: int = 0, gemma_norm: bool = False,
+    ) -> Results:  # fmt: skip
         """Runs `fused_ar_rms` without quantization."""
+        given = input, residual_inp
         return self.fused_ar_rms(
-            *(input, residual_inp),
-            w=weight,
-            eps=eps,
-            out_hidden_dim=out_hidden_dim,
-            gemma_norm=gemma_norm,
+            *given, w=weight, eps=eps, out_hidden_dim=out_hidden_dim, gemma_norm=gemma_norm
         )
 
     def custom_fused_ar_rms_quant(
-        self,
-        input: Tensor,
-        residual_inp: Tensor,
-        weight: Tensor,
-        eps: float,
-        use_1stage: bool,
-        gemma_norm: bool = False,
-        emit_bf16: bool = False,
-    ) -> Results:
+        self, input: Tensor, residual_inp: Tensor, weight: Tensor, eps: float, use_1stage: bool,
+        gemma_norm: bool = False, emit_bf16: bool = False,
+    ) -> Results:  # fmt: skip
         """Runs `fused_ar_rms` with one scale per row."""
-        return self.fused_ar_rms(
-            *(input, residual_inp),
-            w=weight,
-            eps=eps,
-            post_per_token_quant=True,
-            gemma_norm=gemma_norm,
-            emit_bf16=emit_bf16,
-        )
+        bias = 1.0 if gemma_norm else 0.0
+        return self._quantized(input, residual_inp, weight, eps, Fp8PerToken(), emit_bf16, bias)
 
     def custom_fused_ar_rms_per_group_quant(
-        self,
-        input: Tensor,
-        residual_inp: Tensor,
-        weight: Tensor,
-        eps: float,
-        group_size: int = 128,
-        use_1stage: bool = False,
-        emit_bf16: bool = False,
-    ) -> Results:
+        self, input: Tensor, residual_inp: Tensor, weight: Tensor, eps: float,
+        group_size: int = 128, use_1stage: bool = False, emit_bf16: bool = False,
+    ) -> Results:  # fmt: skip
         """Runs `fused_ar_rms_per_group_quant`."""
-        return self.fused_ar_rms_per_group_quant(
-            input, residual_inp, w=weight, eps=eps, group_size=group_size, emit_bf16=emit_bf16
-        )
+        return self._quantized(input, residual_inp, weight, eps, Fp8PerGroup(group_size), emit_bf16)
 
     def _quantized(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        quant: Quant,
-        *,
-        bias: float = 0.0,
-        emit: bool = False,
-        given: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    ) -> Results:
-        quantized_out, scale_out, residual_out = given
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, quant: Quant, emit: bool,
+        bias: float = 0.0, given: tuple[Tensor | None, ...] = (None, None, None),
+    ) -> Results:  # fmt: skip
+        out, scale_out, residual_out = given
         results = self.comm.all_reduce_add_rms_norm_quant(
             *(x, residual, weight, eps, quant),
             return_normed=emit,
             weight_bias=bias,
-            quantized_out=quantized_out,
-            scale_out=scale_out,
+            quantized_out=out,
+            scale_out=None if scale_out is None else scale_out.view(-1, scale_out.shape[-1]),
             residual_out=residual_out,
         )
         scale = results.scale.view(*x.shape[:-1], -1) if x.numel() else results.scale
         found = results.quantized, results.residual, scale
         return found if results.normed is None else (*found, results.normed)
-
-
-def _flat(scale: Tensor | None) -> Tensor | None:
-    """Returns scales of rows as the matrix that the communicator takes."""
-    return None if scale is None else scale.view(-1, scale.shape[-1])
