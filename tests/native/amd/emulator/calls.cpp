@@ -33,7 +33,8 @@ struct Spec {
   int32_t num_blocks;
   int64_t num_tokens;
   int64_t hidden_size;
-  int32_t values;  // Values
+  int32_t values;   // Values
+  int32_t sources;  // of a local call, which has no exchange; 0: the call exchanges rows
 };
 enum Values { kMixed, kFinite, kZeros, kNasty };
 
@@ -43,7 +44,7 @@ struct LaunchInfo {
   int32_t dtype;
   int32_t format;  // RowFormat
   int32_t experts, islands, post_step, all_formats;
-  int32_t num_blocks, num_threads;
+  int32_t num_blocks, num_threads, shared_bytes;
   int32_t num_bytes;
   uint8_t parameters[1024];
 };
@@ -53,7 +54,12 @@ struct Calls {
   Random random;
   RankGroup group;
   std::vector<std::unique_ptr<Operation>> operations;
-  std::vector<bool> few;  // of each operation
+  std::vector<bool> few;                         // of each operation
+  std::vector<std::unique_ptr<Matrix>> sources;  // of each operation; null if it exchanges rows
+  // The rank whose call differs from that of its peers, in this operation.
+  int different_rank = -1;
+  int different_op = 0;
+  int32_t fewer_rows = 0;  // 0: it rounds differently
 
   int world_size() const { return static_cast<int>(group.configs.size()); }
 };
@@ -67,6 +73,44 @@ void fill_words(Matrix& matrix, Random& random, int values) {
       matrix.set_bits(row, i, bits);
     }
   }
+}
+
+// Returns all sources of a local call, one below the other.
+std::unique_ptr<Matrix> stack(const Operation& op) {
+  const AllnormCall& call = op.call;
+  auto stacked = std::make_unique<Matrix>(
+      call.dtype, call.num_tokens * static_cast<int64_t>(op.x.size()), call.hidden_size);
+  for (int64_t row = 0; row < stacked->rows; ++row) {
+    const Matrix& x = op.x[static_cast<size_t>(row / call.num_tokens)];
+    set_row(*stacked, row, row_of(x, row % call.num_tokens));
+  }
+  return stacked;
+}
+
+// Describes the launch of a local call, as launch.cu does. Rows that fit into a block use either
+// kernel for aligned rows.
+void local_launch(const Operation& op, const AllnormCall& call, const Matrix& sources,
+                  LaunchInfo* info) {
+  const int64_t row_bytes = call.hidden_size * testing::element_bytes(call.dtype);
+  const int64_t packs = (row_bytes + kPackBytes - 1) / kPackBytes;
+  const LocalParams params = {
+      .x = sums_experts(call) ? allnorm::Rows{} : rows_from(sources.bytes.data(), row_bytes, 0),
+      .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
+      .source_stride_bytes = call.num_tokens * row_bytes,
+      .num_tokens = call.num_tokens,
+      .num_sources = static_cast<int32_t>(op.x.size()),
+      .packs = static_cast<int32_t>(packs),
+      .experts = expert_params(call, 0)};
+  const bool in_rows = threads_of(packs, 1) <= kMaxThreads && !op.dense;
+  const char* kind = in_rows ? "local_rows" : "local_aligned";
+  if (row_bytes % kPackBytes != 0) kind = "local_any";
+  std::strncpy(info->kind, kind, sizeof(info->kind) - 1);
+  info->shared_bytes =
+      std::strcmp(kind, "local_rows") == 0 ? 0 : local_shared_bytes(packs, is_quantized(call));
+  info->num_blocks = choose_num_blocks(call.num_tokens, 1, op.num_blocks, 0);
+  info->num_threads = std::min(threads_of(packs, 1), kMaxThreads);
+  info->num_bytes = sizeof(params);
+  std::memcpy(info->parameters, &params, sizeof(params));
 }
 
 // Returns the name of the kernel kind, as launch.cu chooses it. Tests also use the kernels for many
@@ -88,7 +132,7 @@ const char* kind_of(const Operation& op, bool few, bool wide) {
 
 EXPORT Calls* calls_create(int world_size, uint64_t seed, uint32_t first_op, int64_t timeout_ns,
                            int64_t workspace_bytes) {
-  return new Calls{Random(seed), {world_size, first_op, timeout_ns, workspace_bytes}, {}, {}};
+  return new Calls{Random(seed), {world_size, first_op, timeout_ns, workspace_bytes}, {}, {}, {}};
 }
 EXPORT void calls_destroy(Calls* calls) { delete calls; }
 
@@ -127,12 +171,14 @@ EXPORT void calls_add(Calls* calls, const Spec* spec) {
       call.post_eps = 1e-6f;
     }
   }
-  auto op = std::make_unique<Operation>(make_operation(calls->world_size(), random, call, normed));
+  const int sources = spec->sources > 0 ? spec->sources : calls->world_size();
+  auto op = std::make_unique<Operation>(make_operation(sources, random, call, normed));
   if (spec->op < 0) {
     random_experts(*op, random);
   } else {
     op->dense = spec->dense != 0;
-    if (spec->experts != 0) random_experts(*op, random, 8, 1);
+    const bool aligned = call.hidden_size * testing::element_bytes(call.dtype) % kPackBytes == 0;
+    if (spec->experts != 0) random_experts(*op, random, aligned ? 8 : 1, 1);
     if (spec->values != kMixed && spec->experts == 0) {
       for (Matrix& x : op->x) fill_words(x, random, spec->values);
       if (op->residual != nullptr) fill_words(*op->residual, random, spec->values);
@@ -140,6 +186,7 @@ EXPORT void calls_add(Calls* calls, const Spec* spec) {
   }
   op->cluster_size = 1;
   op->num_blocks = spec->num_blocks > 0 ? spec->num_blocks : 2 + static_cast<int>(random.below(3));
+  calls->sources.push_back(spec->sources > 0 ? stack(*op) : nullptr);
   calls->operations.push_back(std::move(op));
   calls->few.push_back(spec->few != 0);
 }
@@ -155,6 +202,9 @@ EXPORT void calls_regions(Calls* calls, void (*add)(uint64_t begin, uint64_t byt
   for (auto& workspace : calls->group.workspaces)
     give(workspace.data(), workspace.size() * sizeof(Pack), 0);
   give(calls->group.faults.data(), calls->group.faults.size() * sizeof(AllnormFault), 0);
+  for (const auto& sources : calls->sources) {
+    if (sources != nullptr) give_matrix(*sources);
+  }
   std::vector<const void*> shared;
   for (auto& op : calls->operations) {
     for (const auto* list : {&op->x, &op->out, &op->residual_out}) {
@@ -181,6 +231,7 @@ EXPORT void calls_regions(Calls* calls, void (*add)(uint64_t begin, uint64_t byt
 }
 
 EXPORT int calls_num_launches(const Calls* calls, int op) {
+  if (calls->sources[static_cast<size_t>(op)] != nullptr) return 1;
   const Operation& operation = *calls->operations[static_cast<size_t>(op)];
   return static_cast<int>(num_launches(operation, calls->world_size()));
 }
@@ -188,32 +239,42 @@ EXPORT int calls_num_launches(const Calls* calls, int op) {
 EXPORT void calls_launch(Calls* calls, int op, int rank, int number, LaunchInfo* info) {
   Operation& operation = *calls->operations[static_cast<size_t>(op)];
   const AllnormCommConfig& config = calls->group.configs[static_cast<size_t>(rank)];
-  const AllnormCall call = call_of(operation, rank);
-  const int64_t cut = rows_of_first_launch(operation, calls->world_size());
+  AllnormCall call = call_of(operation, rank);
+  Features needs = needs_of(operation.call);
+  needs.experts = sums_experts(call);
+  *info = {.kind = {},
+           .dtype = call.dtype,
+           .format = static_cast<int32_t>(format_of(call)),
+           .experts = needs.experts,
+           .islands = needs.islands,
+           .post_step = needs.post_step,
+           .all_formats = needs.all_formats,
+           .num_blocks = 0,
+           .num_threads = 0,
+           .shared_bytes = 0,
+           .num_bytes = 0,
+           .parameters = {}};
+  const auto& sources = calls->sources[static_cast<size_t>(op)];
+  if (sources != nullptr) return local_launch(operation, call, *sources, info);
+  if (rank == calls->different_rank && op == calls->different_op) {
+    call.num_tokens -= calls->fewer_rows;
+    if (calls->fewer_rows == 0) call.numerics = (call.numerics + 1) % 4;
+  }
+  const int64_t cut =
+      std::min(call.num_tokens, rows_of_first_launch(operation, calls->world_size()));
   const int64_t first = number == 0 ? 0 : cut;
   const int64_t count = number == 0 ? cut : call.num_tokens - cut;
   OwnedRowsParams params = owned_rows_params(config, call, first, count,
                                              &calls->group.faults[static_cast<size_t>(rank)]);
-  Features needs = needs_of(operation.call);
-  needs.experts = params.fused.experts.top_k != 0;
   const bool few =
       calls->few[static_cast<size_t>(op)] && needs == kBasic && (call.num_tokens + rank) % 2 == 0;
   const int parts = parts_of(params.fused.packs);
   const char* const kind = kind_of(operation, few, parts > 1);
   const bool is_owned = std::strncmp(kind, "owned", 5) == 0;
   if (is_owned) reserve_for_owners(params.fused, config, call, count);
-  *info = {
-      .kind = {},
-      .dtype = call.dtype,
-      .format = static_cast<int32_t>(format_of(call)),
-      .experts = needs.experts,
-      .islands = needs.islands,
-      .post_step = needs.post_step,
-      .all_formats = needs.all_formats,
-      .num_blocks = choose_num_blocks(count, 1, operation.num_blocks, 1),
-      .num_threads = threads_of(params.fused.packs, parts),
-      .num_bytes = static_cast<int32_t>(is_owned ? sizeof(OwnedRowsParams) : sizeof(FusedParams)),
-      .parameters = {}};
+  info->num_blocks = choose_num_blocks(count, 1, operation.num_blocks, 1);
+  info->num_threads = threads_of(params.fused.packs, parts);
+  info->num_bytes = static_cast<int32_t>(is_owned ? sizeof(OwnedRowsParams) : sizeof(FusedParams));
   std::strncpy(info->kind, kind, sizeof(info->kind) - 1);
   std::memcpy(info->parameters, &params, static_cast<size_t>(info->num_bytes));
 }
@@ -234,6 +295,7 @@ EXPORT int64_t calls_not_at_rest(const Calls* calls, int rank) {
   const AllnormCommConfig& config = calls->group.configs[static_cast<size_t>(rank)];
   uint32_t next_op = config.first_op;
   for (size_t op = 0; op < calls->operations.size(); ++op) {
+    if (calls->sources[op] != nullptr) continue;
     next_op += static_cast<uint32_t>(calls_num_launches(calls, static_cast<int>(op)));
   }
   const auto& workspace = calls->group.workspaces[static_cast<size_t>(rank)];
@@ -257,6 +319,14 @@ EXPORT void calls_fault(const Calls* calls, int rank, AllnormFault* fault) {
 // Tells a rank that the processes of its peers in the mask have ended.
 EXPORT void calls_set_died(Calls* calls, int rank, uint32_t peers) {
   calls->group.faults[static_cast<size_t>(rank)].died = peers;
+}
+
+// Lets a rank make a different call in an operation: of fewer rows, or if that is 0, with different
+// rounding.
+EXPORT void calls_set_different(Calls* calls, int op, int rank, int32_t fewer_rows) {
+  calls->different_op = op;
+  calls->different_rank = rank;
+  calls->fewer_rows = fewer_rows;
 }
 
 // Describes a call in a line.

@@ -43,6 +43,7 @@ class _Spec(ctypes.Structure):
         ("num_tokens", ctypes.c_int64),
         ("hidden_size", ctypes.c_int64),
         ("values", ctypes.c_int32),
+        ("sources", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ class _LaunchInfo(ctypes.Structure):
         ("kind", ctypes.c_char * 24),
         *((name, ctypes.c_int32) for name in (
             "dtype", "format", "experts", "islands", "post_step", "all_formats",
-            "num_blocks", "num_threads", "num_bytes",
+            "num_blocks", "num_threads", "shared_bytes", "num_bytes",
         )),
         ("parameters", ctypes.c_uint8 * 1024),
     )  # fmt: skip
@@ -86,6 +87,7 @@ class Call:
         post_norm: Whether the sum is normed before the residual is added.
         num_blocks: Blocks of a launch at most; 0 draws 2 to 4.
         values: `mixed`, `finite`, `zeros` or `nasty`.
+        sources: Partial sums that a local kernel adds; 0: the call exchanges rows among ranks.
     """
 
     rows: int = 1
@@ -106,6 +108,7 @@ class Call:
     post_norm: bool = False
     num_blocks: int = 0
     values: str = "mixed"
+    sources: int = 0
 
     def _spec(self) -> _Spec:
         dtype = DTYPES.index(self.dtype)
@@ -128,6 +131,7 @@ class Call:
             num_tokens=self.rows,
             hidden_size=self.hidden,
             values=("mixed", "finite", "zeros", "nasty").index(self.values),
+            sources=self.sources,
         )
 
 
@@ -176,6 +180,8 @@ def kernel_for(info: _LaunchInfo, world_size: int) -> Variant:
     """
     dtype = DTYPES[info.dtype]
     size = world_size if world_size in world_sizes(dtype) else ANY_WORLD_SIZE
+    if info.kind.startswith(b"local"):
+        size = 1
     needs = {name for name in _FEATURES["kExtended"] if getattr(info, name)}
     kind = info.kind.decode()
     for name in (kind, _OTHERWISE.get(kind, kind)):
@@ -250,6 +256,10 @@ class Group:
         """Tells a rank that the processes of some peers, a bit mask, have ended."""
         _library().calls_set_died(self._calls, rank, ctypes.c_uint32(peers))
 
+    def set_different(self, op: int, rank: int, fewer_rows: int = 0) -> None:
+        """Lets a rank make a different call: of fewer rows, or with different rounding if 0."""
+        _library().calls_set_different(self._calls, op, rank, fewer_rows)
+
     def describe(self) -> str:
         """Returns a line per call."""
         text = ctypes.create_string_buffer(200)
@@ -323,9 +333,11 @@ class Group:
                         machine.add_code(codes[variant])
                     (name,) = codes[variant].kernels()
                     parameters = bytes(info.parameters[: info.num_bytes])
+                    kernel = codes[variant].kernel(name)
+                    kernel.shared_bytes += info.shared_bytes
                     machine.enqueue(
                         rank,
-                        codes[variant].kernel(name),
+                        kernel,
                         info.num_blocks,
                         info.num_threads,
                         parameters,

@@ -14,7 +14,7 @@ GFX942, GFX950 = "gfx942", "gfx950"
 ADD_RMS_NORM, ALL_GATHER_ROWS = 1, 2  # AllnormOp
 ONE_SHOT, TWO_SHOT = 0, 1
 SHARDED = 2  # ALLNORM_RESIDUAL_SHARDED
-PER_GROUP, NVFP4 = 1, 4
+PER_GROUP, PER_TOKEN, NVFP4 = 1, 2, 4
 WRAPS = 0xFFFFFFFD  # the counter of operations wraps after three
 
 
@@ -129,8 +129,34 @@ def _call_for(variant: Variant, rows: int, hidden: int) -> Call:
     )
 
 
+def _local_case_for(variant: Variant, cpu: str) -> Case:
+    """Returns calls of one rank for a local kernel."""
+    widths = {"local_rows": (512, 1440), "local_aligned": (512, 7168), "local_any": (7, 2875)}
+    calls = tuple(
+        Call(
+            1 + k,
+            hidden,
+            dtype=variant.dtype,
+            dense=variant.kind == "local_aligned",
+            experts=variant.extended and sources == 1,
+            post_norm=variant.extended and sources > 1,
+            values=values,
+            quant=PER_TOKEN if variant.quantized else 0,
+            sources=sources,
+        )
+        for k, (hidden, sources, values) in enumerate(
+            (hidden, sources, "nasty" if sources == 5 else "mixed")
+            for hidden in widths[variant.kind]
+            for sources in (1, 2, 5)
+        )
+    )
+    return Case("-".join(traits(variant)), cpu, 1, calls)
+
+
 def case_for(variant: Variant, cpu: str) -> Case:
     """Returns calls that run a kernel of the table, on some ranks if not on all."""
+    if variant.is_local:
+        return _local_case_for(variant, cpu)
     wide = variant.is_wide
     widths = (7168, 5120) if wide else (512, 1024, 2880)
     if variant.dtype == "Float32":
@@ -143,10 +169,9 @@ def case_for(variant: Variant, cpu: str) -> Case:
 
 
 def all_kernels(cpu: str) -> Iterator[Case]:
-    """Yields a case for every kernel that exchanges rows."""
+    """Yields a case for every kernel."""
     for variant in sorted(all_variants(wide=True), key=traits):
-        if not variant.is_local:
-            yield case_for(variant, cpu)
+        yield case_for(variant, cpu)
 
 
 def shapes(cpu: str) -> Iterator[Case]:

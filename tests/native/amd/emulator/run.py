@@ -85,7 +85,7 @@ def run_cases(cases: Sequence[Case], seeds: int) -> None:
 
 @app.command()
 def kernels(seeds: Seeds = 4, part: Part = "1/1") -> None:
-    """Runs every kernel that exchanges rows, compiled for each architecture."""
+    """Runs every kernel, compiled for each architecture."""
     cases = [case for cpu in ARCHITECTURES for case in all_kernels(cpu)]
     run_cases(part_of(cases, part), seeds)
 

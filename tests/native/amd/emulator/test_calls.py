@@ -10,7 +10,7 @@ from .calls import Call, Group
 from .cases import GFX942, SHORT, Case, all_kernels
 from .machine import Settings
 
-OK, TIMEOUT, PEER_DIED = 0, 3, 7  # AllnormStatus
+TIMEOUT, DIVERGED, PEER_DIED = 3, 4, 7  # AllnormStatus
 SEEDS = (1, 2)
 DEADLINE_NS = 400_000
 
@@ -45,12 +45,38 @@ def test_a_peer_whose_process_has_ended_is_reported() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [0, 1])
+@pytest.mark.parametrize("fewer_rows", [0, 1])
+def test_a_different_call_is_reported(algorithm: int, fewer_rows: int) -> None:
+    group = Group(2, GFX942, 1, first_op=7)
+    for _ in range(2):
+        group.add(Call(4, 512, algorithm=algorithm))
+    group.set_different(1, rank=1, fewer_rows=fewer_rows)
+    outcome = group.run(Settings())
+    for rank, fault in enumerate(outcome.faults):
+        found = (fault.status, fault.rank, fault.peer, fault.expected_op, fault.seen_op)
+        assert found == (DIVERGED, rank, 1 - rank, 8, 8)
+        assert fault.seen_tokens == fault.expected_tokens + (fewer_rows if rank else -fewer_rows)
+    assert outcome.wrong[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["local_rows", "local_aligned", "local_any"])
+def test_local_kernels(kind: str) -> None:
+    (case,) = (
+        case for case in all_kernels(GFX942) if case.name == f"bfloat16-{kind}-x1-basic-plain"
+    )
+    outcome = case.run(Settings(seed=1))
+    assert outcome.is_right, outcome
+
+
+@pytest.mark.slow
 def test_equal_seeds_give_equal_runs() -> None:
     counts = [SHORT[0].run(Settings(seed=5)).instructions for _ in range(2)]
     assert counts[0] == counts[1]
 
 
-def test_every_kernel_that_exchanges_rows_has_a_case() -> None:
+def test_every_kernel_has_a_case() -> None:
     cases = list(all_kernels(GFX942))
-    names = {"-".join(traits(found)) for found in all_variants(wide=True) if not found.is_local}
+    names = {"-".join(traits(found)) for found in all_variants(wide=True)}
     assert {case.name for case in cases} == names
