@@ -204,7 +204,8 @@ def loaded(variant: Variant, cpu: str, faults: tuple[str, ...] = ()) -> CodeObje
     unit = unit_of(variant)
     flags = [f"-DALLNORM_FAULT_{fault}=1" for fault in faults]
     flags += ["-Wno-error"] if faults else []
-    build = BUILD / key_of(CSRC.rglob("*.*h"), flags)
+    headers = (path for part in ("gpu", "protocol", "abi") for path in (CSRC / part).rglob("*.*h"))
+    build = BUILD / key_of([*headers, CSRC / "allnorm.h"], flags)
     target = unit.at(cpu, build)
     with locked(target), tempfile.TemporaryDirectory() as scratch:
         if not target.exists():

@@ -129,6 +129,15 @@ def _call_for(variant: Variant, rows: int, hidden: int) -> Call:
     )
 
 
+# So many operations write to slots again, while stores of earlier ones are late and torn.
+REUSED = (
+    Case("one_shot_reused", GFX942, 2, tuple(Call(1 + n % 3, 1024, few=False) for n in range(36))),
+    Case(
+        "two_shot_reused", GFX942, 2, tuple(Call(1 + n % 3, 1024, algorithm=1) for n in range(36))
+    ),
+)
+
+
 def _local_case_for(variant: Variant, cpu: str) -> Case:
     """Returns calls of one rank for a local kernel."""
     widths = {"local_rows": (512, 1440), "local_aligned": (512, 7168), "local_any": (7, 2875)}

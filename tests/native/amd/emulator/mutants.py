@@ -17,11 +17,6 @@ from .code_object import CodeObject, Line
 from .machine import Settings, StopError
 
 SEEDS = 4
-# The cases whose machine code is edited. So many operations use slots again.
-EDITED = (
-    Case("one_shot", GFX942, 2, tuple(Call(1 + n % 3, 1024, few=False) for n in range(36))),
-    Case("two_shot", GFX942, 2, tuple(Call(1 + n % 3, 1024, algorithm=1) for n in range(36))),
-)
 KINDS = (
     "wait",
     "barrier",

@@ -22,7 +22,7 @@ from rich.table import Table
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))
 from native.amd.compiler import ARCHITECTURES
 from native.amd.emulator import mutants
-from native.amd.emulator.cases import GFX942, GFX950, SHORT, Case, all_kernels, shapes
+from native.amd.emulator.cases import GFX942, GFX950, REUSED, SHORT, Case, all_kernels, shapes
 from native.amd.emulator.machine import Settings, StopError
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -92,8 +92,8 @@ def kernels(seeds: Seeds = 4, part: Part = "1/1") -> None:
 
 @app.command()
 def seeds(seeds: Seeds = 300, part: Part = "1/1") -> None:
-    """Runs the cases of every commit with many seeds."""
-    run_cases(part_of(SHORT, part), seeds)
+    """Runs the cases of every commit with many seeds, and operations that use slots again."""
+    run_cases(part_of([*SHORT, *REUSED], part), seeds)
 
 
 @app.command(name="shapes")
@@ -106,7 +106,7 @@ def run_shapes(seeds: Seeds = 2, part: Part = "1/1") -> None:
 def run_mutants() -> None:
     """Tries every defect, and prints what notices each."""
     table = Table("defect", "noticed by", "number")
-    for case in mutants.EDITED:
+    for case in REUSED:
         counts = Counter(
             (edit.kind, mutants.noticed_edit(case, edit)) for edit in mutants.edits_of_case(case)
         )

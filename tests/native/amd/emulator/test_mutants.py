@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from . import mutants
-from .cases import Case
+from .cases import REUSED, Case
 
 # CI tries these.
 QUICK_FAULTS = ("one_word_tested", "partials_not_cleared", "not_canonicalized")
-ONE_SHOT = mutants.EDITED[0]
+ONE_SHOT = REUSED[0]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def edits() -> dict[str, list[mutants.Edit]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", mutants.EDITED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", REUSED, ids=lambda case: case.name)
 def test_nothing_is_noticed_without_a_defect(case: Case) -> None:
     assert mutants.noticed(case) == ""
     assert mutants.noticed(case, caches_workspaces=True) == ""
