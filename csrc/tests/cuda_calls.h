@@ -108,7 +108,7 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
   AllnormCall& call = op.call;
   op.dense = random.below(2) == 0;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
-  op.cluster_size = 1 << random.below(packs > 32 ? 3 : 1);
+  op.cluster_size = std::min(kMaxClusterSize, 1 << random.below(packs > 32 ? 3 : 1));
   op.num_blocks = choose_num_blocks(call.num_tokens, op.cluster_size,
                                     op.cluster_size * static_cast<int>(2 + random.below(3)), 1);
   const auto matrix = [&](int64_t rows, int dtype, int64_t gap) {

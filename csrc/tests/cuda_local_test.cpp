@@ -52,7 +52,7 @@ void run_local(const AllnormCall& of, uint64_t seed) {
   };
   shim::Machine machine(1, seed);
   if constexpr (kKind == KernelKind::kLocalRows) {
-    const int cluster_size = least_blocks(packs) << random.below(2);
+    const int cluster_size = std::min(kMaxClusterSize, least_blocks(packs) << random.below(2));
     machine.launch(0, {.num_blocks = static_cast<uint32_t>(2 * cluster_size),
                        .num_threads = static_cast<uint32_t>(threads_of(packs, cluster_size)),
                        .cluster_size = static_cast<uint32_t>(cluster_size),

@@ -16,6 +16,7 @@
 #include <functional>
 #include <memory>
 
+#include "machine.h"
 #include "protocol/accesses.h"
 #include "tests/shim/model.h"
 
@@ -37,14 +38,14 @@ struct Launch {
 // the preceding grid waits for all.
 enum class Completion { kInOrder, kOfPrecedingOnly };
 
-// The rule that chooses which threads run. In every schedule, one warp sometimes runs ahead of all
+// The rule that chooses which threads run. In every schedule, one wave sometimes runs ahead of all
 // others for a while.
 enum class Schedule {
   kRandom,
   kRankHeld,      // one rank pauses until the others cannot continue; then a different rank pauses
   kRankFirst,     // one rank runs nearly always, and the others are late
-  kWarpHeld,      // one warp pauses, mostly a warp of the service cluster
-  kHandBackHeld,  // the warp that returns slots pauses
+  kWaveHeld,      // one wave pauses, mostly a wave of the service cluster
+  kHandBackHeld,  // the wave that returns slots pauses
   kNewestFirst,   // dependent grids run before the grids that triggered them
 };
 constexpr int kSchedules = 6;
@@ -52,9 +53,10 @@ constexpr int kSchedules = 6;
 // A simulated machine: all devices and the scheduler. Only one machine may exist at a time.
 class Machine {
  public:
-  // `num_streams`: streams of each rank.
+  // `num_streams`: streams of each rank. `wave_lanes`: threads that schedules hold or favor
+  // together.
   Machine(int num_ranks, uint64_t seed, Schedule schedule = Schedule::kRandom, int num_streams = 1,
-          Completion completion = Completion::kInOrder);
+          Completion completion = Completion::kInOrder, uint32_t wave_lanes = kWaveLanes);
   ~Machine();
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;

@@ -19,8 +19,9 @@ const Launch& shape() { return block().grid->launch; }
 }  // namespace
 
 Machine::Machine(int num_ranks, uint64_t seed, Schedule schedule, int num_streams,
-                 Completion completion)
-    : state_(std::make_unique<State>(num_ranks, seed, schedule, num_streams, completion)) {
+                 Completion completion, uint32_t wave_lanes)
+    : state_(
+          std::make_unique<State>(num_ranks, seed, schedule, num_streams, completion, wave_lanes)) {
   g_machine = state_.get();
 }
 Machine::~Machine() { g_machine = nullptr; }

@@ -1,6 +1,7 @@
 // Starts and retires grids, and decides which threads run.
 #include "tests/shim/scheduler.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -32,12 +33,14 @@ void fail(const char* what) {
   _Exit(1);
 }
 
-Machine::State::State(int ranks, uint64_t seed, Schedule chosen, int num_streams, Completion when)
+Machine::State::State(int ranks, uint64_t seed, Schedule chosen, int num_streams, Completion when,
+                      uint32_t lanes)
     : streams(static_cast<size_t>(ranks * num_streams)),
       num_ranks(static_cast<size_t>(ranks)),
       streams_per_rank(static_cast<size_t>(num_streams)),
       most_blocks(num_ranks),
       completion(when),
+      wave_lanes(lanes),
       random_state(seed),
       schedule(chosen) {
   for (size_t i = 0; i < streams.size(); ++i) {
@@ -168,10 +171,10 @@ void Machine::State::release_shared(const Grid& grid) {
 
 // ---- choice of threads
 
-// Chooses the rank or warp that is held or runs first. A held rank or warp stays held until the
+// Chooses the rank or wave that is held or runs first. A held rank or wave stays held until the
 // others cannot continue.
 void Machine::State::begin_period() {
-  const bool holds = schedule == Schedule::kRankHeld || schedule == Schedule::kWarpHeld ||
+  const bool holds = schedule == Schedule::kRankHeld || schedule == Schedule::kWaveHeld ||
                      schedule == Schedule::kHandBackHeld;
   if (holds && !resting && changes != seen_changes) {
     seen_changes = changes;
@@ -181,11 +184,14 @@ void Machine::State::begin_period() {
   period_end = turns + 400 + below(3000);
   resting = !resting && below(4) == 0;  // sometimes nothing is held
   special.rank = static_cast<int>(below(num_ranks));
-  // One of the two warps of the service cluster, or a warp that handles rows.
+  // One of the two waves of the service cluster, or a wave that handles rows.
   const bool hands_back = schedule == Schedule::kHandBackHeld;
   const bool serves = hands_back || below(4) != 0;
   special.block = serves ? 0 : static_cast<uint32_t>(below(16));
-  special.warp = static_cast<uint32_t>(hands_back ? 1 : serves ? below(2) : below(16));
+  special.wave = static_cast<uint32_t>(hands_back ? 1 : serves ? below(2) : below(16));
+}
+size_t Machine::State::num_waves(const Block& block) const {
+  return (block.threads.size() + wave_lanes - 1) / wave_lanes;
 }
 bool Machine::State::is_held(const Grid& grid) const {
   if (grid.rank == held_rank) return true;
@@ -193,10 +199,10 @@ bool Machine::State::is_held(const Grid& grid) const {
 }
 bool Machine::State::is_held(const Thread& thread) const {
   const Block& block = *thread.block;
-  const bool holds = schedule == Schedule::kWarpHeld || schedule == Schedule::kHandBackHeld;
+  const bool holds = schedule == Schedule::kWaveHeld || schedule == Schedule::kHandBackHeld;
   return holds && !resting && block.grid->rank == special.rank &&
          block.index == special.block % block.grid->blocks.size() &&
-         thread.index / 32 == special.warp % block.warps.size();
+         thread.index / wave_lanes == special.wave % num_waves(block);
 }
 
 bool Machine::State::is_asleep(const Thread& thread) const {
@@ -212,7 +218,8 @@ void Machine::State::come_to_fence() {
   if (schedule == Schedule::kHandBackHeld && below(2) == 0) {
     resting = false;
     period_end = turns + kQuietTurns;
-    special = {running->agent.rank, running->block->index, running->index / 32};
+    special = {running->agent.rank, running->block->index,
+               static_cast<uint32_t>(running->index / wave_lanes)};
     running->fiber->leave();
   } else if (below(2) == 0) {
     running->fiber->leave();
@@ -229,7 +236,7 @@ void Machine::State::count_load() {
 
 void Machine::State::run_some_threads() {
   if (turns >= period_end) begin_period();
-  // Sometimes one warp runs ahead of all others for a while.
+  // Sometimes one wave runs ahead of all others for a while.
   if (favored_turns == 0 && random() % 256 == 0) favored_turns = 48;
   if (favored_turns == 0 || favored_turns == 48) {
     choice = random();
@@ -247,9 +254,11 @@ void Machine::State::run_some_threads() {
   if (is_held(grid)) return;
   Block& block = *grid.blocks[(choice >> 16) % grid.blocks.size()];
   if (!block.resident) return;
-  const size_t warp = (choice >> 24) % block.warps.size();
+  const size_t wave = (choice >> 24) % num_waves(block);
   const bool alone = favored || random() % 2 == 0;
-  const size_t begin = alone ? warp * 32 : 0, count = alone ? 32 : block.threads.size();
+  const size_t begin = alone ? wave * wave_lanes : 0;
+  const size_t count =
+      std::min(alone ? wave_lanes : block.threads.size(), block.threads.size() - begin);
   const size_t first = random() % count;
   for (size_t i = 0; i < count; ++i) {
     Thread& thread = *block.threads[begin + (first + i) % count];

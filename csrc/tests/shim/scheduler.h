@@ -36,14 +36,15 @@ struct Fibers {
 [[noreturn]] void fail(const char* what);
 
 struct Machine::State {
-  State(int num_ranks, uint64_t seed, Schedule chosen, int num_streams, Completion completion);
+  State(int num_ranks, uint64_t seed, Schedule chosen, int num_streams, Completion completion,
+        uint32_t wave_lanes);
   ~State();
 
-  // The rank or warp that the schedule holds or runs first.
+  // The rank or wave that the schedule holds or runs first.
   struct Special {
     int rank = 0;
     uint32_t block = 0;
-    uint32_t warp = 0;
+    uint32_t wave = 0;
   };
 
   uint64_t random();
@@ -64,7 +65,7 @@ struct Machine::State {
   void meet(Meeting& meeting, bool orders_memory);
   // Yields until memory that threads poll has changed.
   void sleep();
-  // Called before a fence. In the kernels, only the warp that returns slots executes a fence.
+  // Called before a fence. In the kernels, only the wave that returns slots executes a fence.
   void come_to_fence();
   // Counts a load of memory that may be polled. After many loads without a change the thread
   // sleeps, because it sees nothing new until another thread stores something.
@@ -74,6 +75,7 @@ struct Machine::State {
   size_t num_ranks, streams_per_rank;
   std::vector<uint32_t> most_blocks;  // per rank; 0: no limit
   Completion completion;
+  size_t wave_lanes;
   int held_rank = -1;
   uint64_t random_state;
   Schedule schedule;
@@ -97,6 +99,7 @@ struct Machine::State {
   void start(Grid& grid, const Stream& stream);
   void release_shared(const Grid& grid);
   void begin_period();
+  size_t num_waves(const Block& block) const;
   bool is_held(const Grid& grid) const;
   bool is_held(const Thread& thread) const;
   bool is_asleep(const Thread& thread) const;
