@@ -16,7 +16,7 @@ extern "C" {
 #define ALLNORM_API __attribute__((visibility("default")))
 // Incremented with every incompatible change to this file. Python rejects a library with a
 // different number.
-#define ALLNORM_ABI_VERSION 8
+#define ALLNORM_ABI_VERSION 9
 #define ALLNORM_MAX_WORLD_SIZE 64
 
 typedef enum AllnormStatus {
@@ -79,12 +79,13 @@ typedef enum AllnormNumerics {
   ALLNORM_VLLM = 3,
 } AllnormNumerics;
 
-// One call. Strides are distances between rows in elements of `dtype`; columns are contiguous.
+// One call. Strides are distances between rows in elements of the tensor's dtype; columns are
+// contiguous.
 typedef struct AllnormCall {
   uint32_t struct_bytes;  // sizeof(AllnormCall), checked
   int32_t op;             // AllnormOp
   int32_t algorithm;      // AllnormAlgorithm; ignored by allnorm_local
-  int32_t dtype;          // AllnormDtype of x, residual, out, residual_out
+  int32_t dtype;          // AllnormDtype of x, out, and with one exception residual, residual_out
   int32_t weight_dtype;   // dtype, or ALLNORM_FLOAT32
   int32_t numerics;       // AllnormNumerics
   float eps;
@@ -188,6 +189,9 @@ typedef enum AllnormCallFlags {
   // With ALL_GATHER_ROWS: the rows describe calls that do not use this library's exchange. Their
   // CallTag differs from every other call's tag, so that no rank mistakes them for a caller's rows.
   ALLNORM_ANNOUNCEMENT = 64,
+  // residual and residual_out are float32, and their sum is not rounded. With ADD_RMS_NORM and a
+  // 16-bit dtype.
+  ALLNORM_FLOAT32_RESIDUAL = 128,
 } AllnormCallFlags;
 
 // The record of a failed wait. Operation numbers count the launches on a communicator and wrap at
@@ -202,8 +206,8 @@ typedef struct AllnormFault {
   uint32_t expected_op;  // this rank's operation number
   uint32_t seen_op;      // the last operation number that the peer announced
   // If status is DIVERGED and shapes and tokens are equal, the calls differ in a value that is
-  // announced only as a hash: eps, weight_bias, weight_dtype, scale_format, the post norm or
-  // sum_scale.
+  // announced only as a hash: eps, weight_bias, weight_dtype, scale_format, the dtype of the
+  // residual, the post norm or sum_scale.
   uint32_t expected_shape;  // packed description of the call: CallTag in protocol/call_tag.h
   uint32_t seen_shape;
   uint32_t expected_tokens;

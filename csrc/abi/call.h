@@ -58,6 +58,14 @@ inline bool sums_experts(const AllnormCall& call) { return call.top_k != 0; }
 inline bool ends_with_sum(const AllnormCall& call) {
   return is_norm(call) && (call.flags & ALLNORM_NO_NORM) != 0;
 }
+// Returns whether residual and residual_out are wider than x.
+inline bool has_float32_residual(const AllnormCall& call) {
+  return is_norm(call) && (call.flags & ALLNORM_FLOAT32_RESIDUAL) != 0;
+}
+// Returns the dtype of residual and residual_out.
+inline int32_t residual_dtype(const AllnormCall& call) {
+  return has_float32_residual(call) ? static_cast<int32_t>(ALLNORM_FLOAT32) : call.dtype;
+}
 // Returns the number of scales per quantized row; 0 if scales are not a result.
 inline int64_t scales_per_row(const AllnormCall& call) {
   if (!is_quantized(call) || call.quant == ALLNORM_QUANT_PER_TENSOR) return 0;

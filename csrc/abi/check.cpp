@@ -10,7 +10,7 @@
 namespace allnorm {
 namespace {
 
-constexpr int32_t kCallFlags = 2 * ALLNORM_ANNOUNCEMENT - 1;  // all flags
+constexpr int32_t kCallFlags = 2 * ALLNORM_FLOAT32_RESIDUAL - 1;  // all flags
 
 int32_t check_struct(const char* name, uint32_t given, size_t expected) {
   if (given == expected) return ALLNORM_OK;
@@ -125,7 +125,7 @@ int32_t check_call(const AllnormCall* call) {
     return invalid("num_blocks", call->num_blocks, "0 (the library chooses) or more");
   }
   if ((call->flags & ~kCallFlags) != 0) {
-    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 127");
+    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 255");
   }
   if (call->top_k < 0 || call->top_k > 16) {
     return invalid("top_k", call->top_k, "0 (x is dense) to 16");
@@ -141,6 +141,15 @@ int32_t check_call(const AllnormCall* call) {
   if (call->prefetch == nullptr && call->prefetch_bytes != 0) return missing("prefetch");
   if (is_announcement(*call) && call->op != ALLNORM_ALL_GATHER_ROWS) {
     return invalid("op", call->op, "ALL_GATHER_ROWS (2) with ALLNORM_ANNOUNCEMENT");
+  }
+  if ((call->flags & ALLNORM_FLOAT32_RESIDUAL) != 0) {
+    if (!is_norm(*call)) {
+      return invalid("op", call->op, "ADD_RMS_NORM (1) with ALLNORM_FLOAT32_RESIDUAL");
+    }
+    if (call->dtype == ALLNORM_FLOAT32) {
+      return invalid("dtype", call->dtype,
+                     "float16 (1) or bfloat16 (2) with ALLNORM_FLOAT32_RESIDUAL");
+    }
   }
   return is_norm(*call) ? check_norm(*call) : ALLNORM_OK;
 }

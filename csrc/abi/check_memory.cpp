@@ -222,6 +222,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
   if (status != ALLNORM_OK) return status;
 
   const int64_t columns = call.hidden_size, width = element_bytes(call.dtype);
+  const int64_t residual_width = element_bytes(residual_dtype(call));
   const int64_t num_held = held.end - held.begin;
   // Island sums are float32, and exist only for the rows that this rank owns.
   const int64_t x_width = takes_sums(call) ? 4 : width, out_width = makes_sums(call) ? 4 : width;
@@ -262,7 +263,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
     all.add("shared", call.shared, width, rows(call.num_tokens, call.shared_stride));
   }
   if (norm && num_held > 0)
-    all.add(kResidual, call.residual, width, rows(num_held, call.residual_stride));
+    all.add(kResidual, call.residual, residual_width, rows(num_held, call.residual_stride));
   if (norm) {
     all.add("weight", call.weight, element_bytes(call.weight_dtype), {columns});
     all.add("post_weight", call.post_weight, element_bytes(call.post_weight_dtype), {columns});
@@ -274,7 +275,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
                    sums_experts(call) || is_hierarchical(call) ? nullptr : kX);
   }
   if (norm && num_held > 0) {
-    all.add_result("residual_out", call.residual_out, width,
+    all.add_result("residual_out", call.residual_out, residual_width,
                    rows(num_held, call.residual_out_stride), kResidual);
   }
   if (quantized) {
@@ -288,6 +289,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
 int32_t check_alignment(const AllnormCall& call, const RowRange& held, const RowRange& owned) {
   const bool norm = is_norm(call), quantized = is_quantized(call);
   const int64_t width = element_bytes(call.dtype), num_held = held.end - held.begin;
+  const int64_t residual_width = element_bytes(residual_dtype(call));
   const int64_t num_owned = owned.end - owned.begin;
   const int64_t x_rows = rows_of_x(call, num_held, num_owned);
   const struct {
@@ -300,14 +302,14 @@ int32_t check_alignment(const AllnormCall& call, const RowRange& held, const Row
       {"x", call.x, x_rows, call.x_stride * (takes_sums(call) ? 4 : width), kPackBytes},
       {"shared", sums_experts(call) ? call.shared : nullptr, call.num_tokens,
        call.shared_stride * width, kPackBytes},
-      {"residual", norm ? call.residual : nullptr, num_held, call.residual_stride * width,
+      {"residual", norm ? call.residual : nullptr, num_held, call.residual_stride * residual_width,
        kPackBytes},
       {"weight", norm ? call.weight : nullptr, 1, 0, kPackBytes},
       {"post_weight", norm ? call.post_weight : nullptr, 1, 0, kPackBytes},
       {"out", call.out, makes_sums(call) ? num_owned : call.num_tokens,
        call.out_stride * (makes_sums(call) ? 4 : width), kPackBytes},
       {"residual_out", norm ? call.residual_out : nullptr, num_held,
-       call.residual_out_stride * width, kPackBytes},
+       call.residual_out_stride * residual_width, kPackBytes},
       {"quantized", quantized ? call.quantized : nullptr, call.num_tokens, call.quantized_stride,
        kPackBytes / width / (is_nvfp4(call) ? 2 : 1)},
   };

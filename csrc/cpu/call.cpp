@@ -133,7 +133,8 @@ RowOp row_op(const AllnormCall& call, float* scratch) {
               .weight_bias = call.weight_bias,
               .hidden_size = call.hidden_size,
               .weight = call.weight,
-              .scratch = scratch};
+              .scratch = scratch,
+              .float32_residual = has_float32_residual(call)};
   if (changes_sum(call)) {
     op.post_weight = call.post_weight;
     op.post_weight_dtype = call.post_weight_dtype;
@@ -189,8 +190,9 @@ RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
   const int64_t bytes = element_bytes(call.dtype);
   RowTask task = {.out = matrix(call.out, call.out_stride * bytes, row)};
   if (is_norm(call)) {
-    task.residual = matrix(call.residual, call.residual_stride * bytes, residual_row);
-    task.residual_out = matrix(call.residual_out, call.residual_out_stride * bytes, residual_row);
+    const int64_t width = element_bytes(residual_dtype(call));
+    task.residual = matrix(call.residual, call.residual_stride * width, residual_row);
+    task.residual_out = matrix(call.residual_out, call.residual_out_stride * width, residual_row);
   }
   if (is_quantized(call)) {
     task.quantized = matrix(call.quantized, call.quantized_stride, row);
@@ -249,7 +251,7 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
   const int64_t begin = is_sharded(call) ? done : uses_owners(call) ? 0 : first;
   const int64_t end = is_sharded(call) ? num_own : call.num_tokens;
   fill_nan(row_task(call, 0, begin).residual_out, end - begin, call.hidden_size,
-           element_bytes(call.dtype));
+           element_bytes(residual_dtype(call)));
 }
 
 int32_t run_local(const AllnormCall& call) {

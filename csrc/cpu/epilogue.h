@@ -122,16 +122,32 @@ ALLNORM_INLINE float butterfly(float* sums, int64_t count) {
 template <class T, int kSources, class Access>
 ALLNORM_INLINE void add(const RowPointers<T>& row, int num_sources, bool unrounded, int64_t i,
                         Access access, float* z) {
+  using Storage = typename T::Storage;
+  const auto* const residual = static_cast<const Storage*>(row.residual);
+  auto* const residual_out = static_cast<Storage*>(row.residual_out);
   const Pair reduced = reduce<T, kSources>(row, num_sources, i, access);
-  if (row.residual == nullptr) {
-    access.store(row.residual_out + i, reduced);
+  if (residual == nullptr) {
+    access.store(residual_out + i, reduced);
     return store_pair(z + i, reduced);
   }
-  const Pair sum = reduced + access.load(row.residual + i);
+  const Pair sum = reduced + access.load(residual + i);
   const Pair rounded = round_to<T>(sum);
-  access.store(row.residual_out + i, rounded);
+  access.store(residual_out + i, rounded);
   if (unrounded) return store_pair(z + i, sum);
   store_pair(z + i, rounded);
+}
+
+// add() with a float32 residual: the sum is the result, and it is normed in every mode.
+template <class T, int kSources, class Access>
+ALLNORM_INLINE void add_to_float32(const RowPointers<T>& row, int num_sources, int64_t i,
+                                   Access access, float* z) {
+  const auto* const residual = static_cast<const float*>(row.residual);
+  const auto wide = access.template of<Float32>();
+  Pair sum = reduce<T, kSources>(row, num_sources, i, access);
+  if (residual != nullptr) sum = sum + Elements<T>::order(wide.load(residual + i));
+  sum = round_to<Float32>(sum);
+  wide.store(static_cast<float*>(row.residual_out) + i, Elements<T>::in_order(sum));
+  store_pair(z + i, sum);
 }
 
 // Numerics step 5 for the elements at `i`, whose weights are `weight`.
@@ -181,6 +197,11 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
     if (count < kChunk) memset(z + begin, 0, sizeof(float) * kChunk);
     for_each_pair<T>(begin, begin + count,
                      [&](int64_t i, auto access) __attribute__((always_inline)) {
+                       if constexpr (!std::is_same_v<T, Float32>) {
+                         if (op.float32_residual) {
+                           return add_to_float32<T, kSources>(row, num_sources, i, access, z);
+                         }
+                       }
                        add<T, kSources>(row, num_sources, unrounded, i, access, z);
                      });
     chunk_sums[chunk] = chunk_square_sum<T>(z + begin);
@@ -237,6 +258,7 @@ static void change_and_norm_row(const RowOp& op, const RowPointers<T>& row, int 
     post.weight_bias = op.post_weight_bias;
     post.format = RowFormat::kPlain;
     // Without a residual, the numerics affect only the rounding before the weight.
+    post.float32_residual = false;
     to_changed.residual = nullptr;
     to_changed.residual_out = changed;
     norm_row<T, kSources>(post, to_changed, num_sources);

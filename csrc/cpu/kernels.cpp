@@ -58,10 +58,8 @@ void run_typed(const RowOp& op, const RowTask& task) {
       reduce_row<T, kSources>(op, row, task.num_sources);
       continue;
     }
-    row.residual = task.residual.data == nullptr
-                       ? nullptr
-                       : reinterpret_cast<const Storage*>(task.residual.from(i).data);
-    row.residual_out = reinterpret_cast<Storage*>(task.residual_out.from(i).data);
+    row.residual = task.residual.data == nullptr ? nullptr : task.residual.from(i).data;
+    row.residual_out = task.residual_out.from(i).data;
     if (op.format != RowFormat::kPlain) {
       row.quantized = reinterpret_cast<uint8_t*>(task.quantized.from(i).data);
       row.scales = task.scales.from(i);

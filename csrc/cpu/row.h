@@ -15,9 +15,9 @@ template <class T>
 struct RowPointers {
   using Storage = typename T::Storage;
   const Storage* sources[ALLNORM_MAX_WORLD_SIZE];
-  const Storage* residual;
-  Storage* out;  // null: not a result
-  Storage* residual_out;
+  const void* residual;  // null: none. Float32 if RowOp::float32_residual, like residual_out
+  Storage* out;          // null: not a result
+  void* residual_out;
   uint8_t* quantized;
   ScaleRows scales;  // scales from this row on
 };
@@ -26,6 +26,11 @@ struct RowPointers {
 template <class T>
 struct WholePair {
   using Storage = typename T::Storage;
+  // Returns the access to the same elements of a row of U.
+  template <class U>
+  ALLNORM_INLINE WholePair<U> of() const {
+    return {};
+  }
   ALLNORM_INLINE Pair load(const Storage* from) const { return Elements<T>::load(from); }
   ALLNORM_INLINE void store(Storage* to, Pair value) const { Elements<T>::store(to, value); }
 };
@@ -33,6 +38,10 @@ template <class T>
 struct PartialPair {
   using Storage = typename T::Storage;
   int64_t count;
+  template <class U>
+  ALLNORM_INLINE PartialPair<U> of() const {
+    return {count};
+  }
   ALLNORM_INLINE Pair load(const Storage* from) const { return load_partial<T>(from, count); }
   ALLNORM_INLINE void store(Storage* to, Pair value) const { store_partial<T>(to, value, count); }
 };

@@ -143,6 +143,7 @@ ALLNORM_INLINE void store_pair(float* to, Pair pair) {
 //   round(v)         rounds to T; NaNs canonical
 //   store(p, v)      stores v, which round() returned
 //   order(v)         reorders v, loaded in natural order, to this type's order
+//   in_order(v)      reverses order()
 //   load_natural(p)  the kWidth elements at p as float32, in natural order
 template <class T>
 struct Elements;
@@ -190,6 +191,15 @@ struct Elements<Bfloat16> {
       static constexpr int at(int i) { return 2 * i + 1; }
     };
     return {shuffle<Even>(value.a, value.b), shuffle<Odd>(value.a, value.b)};
+  }
+  static ALLNORM_INLINE Pair in_order(Pair value) {
+    struct FirstHalf {
+      static constexpr int at(int i) { return i / 2 + i % 2 * kWidth; }
+    };
+    struct SecondHalf {
+      static constexpr int at(int i) { return FirstHalf::at(i) + kWidth / 2; }
+    };
+    return {shuffle<FirstHalf>(value.a, value.b), shuffle<SecondHalf>(value.a, value.b)};
   }
   static ALLNORM_INLINE F32 load_natural(const uint16_t* from) {
     U16 elements;
@@ -239,6 +249,7 @@ struct Elements<Float16> {
     store_vector(to + kWidth, to_float16(value.b));
   }
   static ALLNORM_INLINE Pair order(Pair value) { return value; }
+  static ALLNORM_INLINE Pair in_order(Pair value) { return value; }
   static ALLNORM_INLINE F32 load_natural(const uint16_t* from) {
     U16 elements;
     memcpy(&elements, from, sizeof(elements));

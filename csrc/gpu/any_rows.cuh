@@ -5,6 +5,7 @@
 
 #include "gpu/features.h"
 #include "gpu/params.h"
+#include "gpu/residual.cuh"
 #include "gpu/row_reduction.cuh"
 #include "gpu/sources/expert_rows.cuh"
 #include "gpu/sources/summed_rows.cuh"
@@ -132,6 +133,43 @@ __device__ __forceinline__ Pack changed_pack(const EpilogueParams& params, int64
   return post.scale == 1.0f ? sum : scale_pack<T>(sum, post.scale);
 }
 
+// Numerics step 2 for one pack: adds the residual, which must exist, to `sum`; stores the new
+// residual.
+template <class T, class Access, Features kFeatures>
+__device__ __forceinline__ void add_residual(const EpilogueParams& params, int64_t row,
+                                             int64_t pack, float* sum) {
+  const char* const from = params.residual.at(row, 0);
+  if constexpr (kMayBeWide<T, kFeatures>) {
+    if (params.residual_is_float32) {
+      using Wide = RowAccess<Float32, Access::kIsAligned>;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        add_pack<Float32>(sum + i * Wide::kElems,
+                          Wide::load(from, 2 * pack + i, params.hidden_size));
+      }
+      return;
+    }
+  }
+  add_pack<T>(sum, Access::load(from, pack, params.hidden_size));
+}
+template <class T, class Access, Features kFeatures>
+__device__ __forceinline__ void store_residual(const EpilogueParams& params, int64_t row,
+                                               int64_t pack, const float* sum) {
+  char* const to = params.residual_out.at(row, 0);
+  if constexpr (kMayBeWide<T, kFeatures>) {
+    if (params.residual_is_float32) {
+      using Wide = RowAccess<Float32, Access::kIsAligned>;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Wide::store(to, 2 * pack + i, params.hidden_size,
+                    allnorm::pack<Float32>(sum + i * Wide::kElems));
+      }
+      return;
+    }
+  }
+  Access::store(to, pack, params.hidden_size, allnorm::pack<T>(sum));
+}
+
 // Numerics steps 1 to 2 for one pack: the residual sum before rounding. Elements past the end of
 // the row are zeros.
 template <class T, class Access, Features kFeatures>
@@ -145,7 +183,7 @@ __device__ __forceinline__ void residual_sum(const LocalParams& params, int64_t 
   unpack<T>(reduced, sum);
   if constexpr (kFeatures.post_step) clear_behind<T>(hidden_size, pack, sum);
   if (params.epilogue.residual.data == nullptr) return;
-  add_pack<T>(sum, Access::load(params.epilogue.residual.at(row, 0), pack, hidden_size));
+  add_residual<T, Access, kFeatures>(params.epilogue, row, pack, sum);
 }
 
 // Numerics step 5 for one pack of the residual sum: returns y.
@@ -304,8 +342,7 @@ __device__ __forceinline__ void AnyRowsKernel<T, kAligned, kFeatures, Format>::r
       Pack y{};
       if (live) {
         if (norms) y = normed_pack<T, Access>(epilogue, pack, rstd, sum);
-        Access::store(epilogue.residual_out.at(row, 0), pack, epilogue.hidden_size,
-                      allnorm::pack<T>(sum));
+        store_residual<T, Access, kFeatures>(epilogue, row, pack, sum);
         if (norms && Format<T>::stores_y(epilogue)) {
           Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, y);
         }

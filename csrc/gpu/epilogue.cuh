@@ -4,6 +4,7 @@
 
 #include "gpu/features.h"
 #include "gpu/params.h"
+#include "gpu/residual.cuh"
 #include "gpu/row_reduction.cuh"
 
 namespace allnorm {
@@ -121,10 +122,14 @@ class PostStep<T, kGains, false> {
 };
 
 // One thread's part of the epilogue: the same pack of every row it is called for.
-template <class T, template <class> class Format, Gains kGains, Features kFeatures>
+// `kLateResidual`: see ResidualAccess.
+template <class T, template <class> class Format, Gains kGains, Features kFeatures,
+          bool kLateResidual = false>
 class NormEpilogue {
  public:
   static constexpr int kElems = kElemsPerPack<T>;
+  using Residuals = ResidualAccess<T, kFeatures, kLateResidual>;
+  using Residual = typename Residuals::Loaded;
 
   __device__ __forceinline__ NormEpilogue(const EpilogueParams& params, RowReduction& reduction,
                                           int pack, bool live)
@@ -150,17 +155,17 @@ class NormEpilogue {
   }
   __device__ __forceinline__ void prefetch_row(int64_t row) {
     if (live_ && params_.residual.data != nullptr) {
-      residual_ = load_pack(params_.residual.at(row, pack_), params_.policy);
+      residual_ = Residuals::load(params_, row, pack_);
     }
   }
   // prefetch_row() in two parts, for loading a row while a different row is processed.
   // prefetch_row() itself does not use them: without a residual it sets nothing, which makes every
   // kernel shorter.
-  __device__ __forceinline__ Pack load_residual(int64_t row) const {
+  __device__ __forceinline__ Residual load_residual(int64_t row) const {
     const bool any = live_ && params_.residual.data != nullptr;
-    return any ? load_pack(params_.residual.at(row, pack_), params_.policy) : Pack{};
+    return any ? Residuals::load(params_, row, pack_) : Residual{};
   }
-  __device__ __forceinline__ void take_residual(const Pack& residual) { residual_ = residual; }
+  __device__ __forceinline__ void take_residual(const Residual& residual) { residual_ = residual; }
 
   __device__ __forceinline__ void join() const { reduction_.join(); }
 
@@ -179,10 +184,10 @@ class NormEpilogue {
     }
     unpack<T>(post_(reduced), z_);
     if (params_.residual.data != nullptr) {
-      add_pack<T>(z_, residual_);
+      Residuals::add(params_, row, pack_, live_, residual_, z_);
     }
     const Pack summed = pack<T>(z_);
-    if (live_) store_pack(params_.residual_out.at(row, pack_), summed, params_.policy);
+    if (live_) Residuals::store(params_, row, pack_, z_, summed);
     // A call without a final norm has a post norm, which contains a barrier.
     if (kFeatures.post_step && !norms()) return;
     if (!params_.normalize_unrounded) unpack<T>(summed, z_);
@@ -232,7 +237,7 @@ class NormEpilogue {
   RowReduction& reduction_;
   Format<T> format_;
   PostStep<T, kGains, kFeatures.post_step> post_;
-  Pack residual_;
+  Residual residual_;
   Pack weight_[kKept];
   float z_[kElems];
   float gains_[kElems];

@@ -6,22 +6,29 @@
 namespace allnorm {
 
 struct Features {
-  bool experts = false;      // numerics step 0: a partial is a sum of experts' rows
-  bool islands = false;      // step 1b: sums of multiple islands; only for rows with owners
-  bool post_step = false;    // step 1c: post norm and scale; the norm is then optional
-  bool all_formats = false;  // step 6: NVFP4, and scales in tiles
+  bool experts = false;           // numerics step 0: a partial is a sum of experts' rows
+  bool islands = false;           // step 1b: sums of multiple islands; only for rows with owners
+  bool post_step = false;         // step 1c: post norm and scale; the norm is then optional
+  bool float32_residual = false;  // step 2: a residual that is wider than x
+  bool all_formats = false;       // step 6: NVFP4, and scales in tiles
 
   constexpr bool cover(const Features& needs) const {
     return experts >= needs.experts && islands >= needs.islands && post_step >= needs.post_step &&
-           all_formats >= needs.all_formats;
+           float32_residual >= needs.float32_residual && all_formats >= needs.all_formats;
   }
   bool operator==(const Features&) const = default;
 };
 
 constexpr Features kBasic{};
-constexpr Features kExtended{
-    .experts = true, .islands = true, .post_step = true, .all_formats = true};
-constexpr Features kExtendedDense{
-    .experts = false, .islands = true, .post_step = true, .all_formats = true};
+constexpr Features kExtended{.experts = true,
+                             .islands = true,
+                             .post_step = true,
+                             .float32_residual = true,
+                             .all_formats = true};
+constexpr Features kExtendedDense{.experts = false,
+                                  .islands = true,
+                                  .post_step = true,
+                                  .float32_residual = true,
+                                  .all_formats = true};
 
 }  // namespace allnorm

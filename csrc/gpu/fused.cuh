@@ -89,10 +89,13 @@ struct FusedKernel {
   // docs/engineering-log/2026-11-27-figures-of-the-kernels.md#registers
   static constexpr bool kAhead =
       kGrid == Grid::kSparse && (!kFeatures.post_step || kWorldSize == 2);
-  static constexpr Gains kGains = kBlocks == 2 ? Gains::kLean
-                                  : kAhead     ? Gains::kAhead
-                                               : Gains::kLate;
-  using Epilogue = NormEpilogue<T, Format_, kGains, kFeatures>;
+  // With a float32 residual, two_shot of more than two ranks spilled as well.
+  static constexpr bool kLean =
+      kBlocks == 2 || (Transport::kHops == 2 && kFeatures.float32_residual && kWorldSize != 2);
+  static constexpr Gains kGains = kLean ? Gains::kLean : kAhead ? Gains::kAhead : Gains::kLate;
+  // Only one_shot of few rows, which waits for every load, has registers for it.
+  static constexpr bool kLateResidual = kBlocks == 2 || Transport::kHops == 2;
+  using Epilogue = NormEpilogue<T, Format_, kGains, kFeatures, kLateResidual>;
 };
 
 template <class Kernel>

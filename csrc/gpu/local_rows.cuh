@@ -19,7 +19,7 @@ template <class T, template <class> class Source_, Features kFeatures,
 struct LocalRowsKernel {
   using Source = Source_<T>;
   using Format = Format_<T>;
-  using Epilogue = NormEpilogue<T, Format_, Gains::kLate, kFeatures>;
+  using Epilogue = NormEpilogue<T, Format_, Gains::kLate, kFeatures, /*kLateResidual=*/true>;
 };
 
 template <class Kernel>
@@ -37,11 +37,12 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   typename Kernel::Epilogue epilogue(params.epilogue, row_reduction, pack, live);
   const typename Kernel::Source source(params, pack);
   const auto load_input = [&](int row) { return live && row < end ? source.load(row) : Pack{}; };
+  using Residual = typename Kernel::Epilogue::Residual;
   const auto load_residual = [&](int row) {
-    return row < end ? epilogue.load_residual(row) : Pack{};
+    return row < end ? epilogue.load_residual(row) : Residual{};
   };
   Pack input = load_input(first);
-  Pack residual = load_residual(first);
+  Residual residual = load_residual(first);
   epilogue.prefetch_weight();
   epilogue.join();
   if (first == 0) Kernel::Format::store_padding(params.epilogue.quant, pack, clusters * blockDim.x);
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   // loaded inputs belong to a different row.
   for (int row = first; row < end; row += step) {
     const Pack next_input = load_input(row + step);
-    const Pack next_residual = load_residual(row + step);
+    const Residual next_residual = load_residual(row + step);
     epilogue.take_residual(residual);
     epilogue.add_row(row, input);
     if (epilogue.norms()) epilogue.store_row(row, epilogue.finish());

@@ -38,7 +38,7 @@ struct OwnedKernel {
 
   static constexpr Gains kGains =
       kOwned == Owned::kSum && !kFew && !kFeatures.post_step ? Gains::kAhead : Gains::kLate;
-  using Epilogue = NormEpilogue<T, Format_, kGains, kFeatures>;
+  using Epilogue = NormEpilogue<T, Format_, kGains, kFeatures, kOwned == Owned::kFinished>;
 };
 
 // Streams rows like run_fused(). In one iteration a cluster sends its partial of a later row, does
@@ -52,6 +52,7 @@ template <class Kernel>
 class OwnedRows {
   using T = typename Kernel::Element;
   using Format = typename Kernel::Format;
+  using Residual = typename Kernel::Epilogue::Residual;
   static constexpr int kWorldSize = Kernel::kWorldSize;
   static constexpr Owned kOwned = Kernel::kOwned;
   static constexpr bool kFew = Kernel::kFew;
@@ -141,7 +142,7 @@ class OwnedRows {
   }
 
   // Takes the residual from `loaded` if it was loaded ahead; otherwise loads it.
-  __device__ __forceinline__ void take_residual(int64_t row, const Pack& loaded) {
+  __device__ __forceinline__ void take_residual(int64_t row, const Residual& loaded) {
     if constexpr (kFew) {
       epilogue_.take_residual(loaded);
     } else {
@@ -153,8 +154,8 @@ class OwnedRows {
   __device__ __forceinline__ void load_residuals(int own, int back) {
     const int end = params_.num_tokens;
     const bool owns = own < end && row_at(own).owner == params_.rank;
-    next_own_residual_ = owns ? epilogue_.load_residual(own) : Pack{};
-    next_back_residual_ = back >= 0 && back < end ? epilogue_.load_residual(back) : Pack{};
+    next_own_residual_ = owns ? epilogue_.load_residual(own) : Residual{};
+    next_back_residual_ = back >= 0 && back < end ? epilogue_.load_residual(back) : Residual{};
   }
 
   // Returns whether reduced rows come from an exchange between islands.
@@ -239,8 +240,8 @@ class OwnedRows {
   typename Kernel::Epilogue epilogue_;
   IslandSums<T> islands_;
   bool live_;
-  Pack own_residual_{}, back_residual_{};  // kFew: for this iteration
-  Pack next_own_residual_{}, next_back_residual_{};
+  Residual own_residual_{}, back_residual_{};  // kFew: for this iteration
+  Residual next_own_residual_{}, next_back_residual_{};
 };
 
 template <class Kernel>

@@ -115,6 +115,9 @@ struct EpilogueParams {
   bool weight_is_float32;
   bool normalize_unrounded;
   bool round_before_weight;
+  // Features::float32_residual only: whether residual and residual_out are float32 and x is not.
+  // Their sum is then not rounded, and normalize_unrounded is set.
+  bool residual_is_float32;
   CachePolicy policy;  // policy of these rows and of the weights
   QuantParams quant;
   PostParams post;

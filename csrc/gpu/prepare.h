@@ -23,6 +23,7 @@ inline Features needs_of(const AllnormCall& call) {
   return {.experts = sums_experts(call),
           .islands = is_hierarchical(call),
           .post_step = changes_sum(call),
+          .float32_residual = has_float32_residual(call),
           .all_formats = is_nvfp4(call) || is_swizzled(call)};
 }
 
@@ -119,10 +120,12 @@ inline Rows x_params(const AllnormCall& call, int64_t first_row) {
 inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row,
                                       int64_t first_residual_row, const QuantParams& quant) {
   const int64_t width = element_bytes(call.dtype);
+  const int64_t residual_width = element_bytes(residual_dtype(call));
   return {
-      .residual = rows_from(call.residual, call.residual_stride * width, first_residual_row),
-      .residual_out =
-          rows_from(call.residual_out, call.residual_out_stride * width, first_residual_row),
+      .residual =
+          rows_from(call.residual, call.residual_stride * residual_width, first_residual_row),
+      .residual_out = rows_from(call.residual_out, call.residual_out_stride * residual_width,
+                                first_residual_row),
       .out = rows_from(call.out, call.out_stride * width, first_row),
       .weight = static_cast<const char*>(call.weight),
       .hidden_size = call.hidden_size,
@@ -132,8 +135,10 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
       .weight_bias = call.weight_bias,
       .normalize = is_norm(call),
       .weight_is_float32 = call.weight_dtype == ALLNORM_FLOAT32,
-      .normalize_unrounded = (call.numerics & kNormalizeUnrounded) != 0,
+      .normalize_unrounded =
+          has_float32_residual(call) || (call.numerics & kNormalizeUnrounded) != 0,
       .round_before_weight = (call.numerics & kRoundBeforeWeight) != 0,
+      .residual_is_float32 = has_float32_residual(call),
       .policy = cache_policy(std::min(call.num_tokens, kMaxRows) * call.hidden_size * width),
       .quant = quant,
       .post = post_params(call),

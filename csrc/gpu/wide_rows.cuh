@@ -139,9 +139,9 @@ class WideRows {
       if (!live(pack)) return;
       unpack<T>(packs[i], sums[i]);
       if (epilogue_.residual.data != nullptr) {
-        add_pack<T>(sums[i], load_pack(epilogue_.residual.at(row, pack)));
+        allnorm::add_residual<T, Access, kFeatures>(epilogue_, row, pack, sums[i]);
       }
-      store_pack(epilogue_.residual_out.at(row, pack), allnorm::pack<T>(sums[i]));
+      store_residual<T, Access, kFeatures>(epilogue_, row, pack, sums[i]);
     });
   }
 

@@ -87,8 +87,10 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
     add_choices(offsetof(AllnormCall, expert_weights), call.expert_weights_stride);
   }
   if (!norm) return pieces;
-  add(offsetof(AllnormCall, residual), false, held, call.residual_stride, call.dtype);
-  add(offsetof(AllnormCall, residual_out), true, held, call.residual_out_stride, call.dtype);
+  const bool wide = (call.flags & ALLNORM_FLOAT32_RESIDUAL) != 0;
+  const int residual_dtype = wide ? static_cast<int>(ALLNORM_FLOAT32) : call.dtype;
+  add(offsetof(AllnormCall, residual), false, held, call.residual_stride, residual_dtype);
+  add(offsetof(AllnormCall, residual_out), true, held, call.residual_out_stride, residual_dtype);
   const auto add_weight = [&](size_t pointer, int dtype) {
     const Wide bytes = static_cast<Wide>(call.hidden_size) * element_bytes(dtype);
     const Piece piece = {pointer, false, bytes};
@@ -216,18 +218,21 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
 
   arena.free_all();
   const int64_t width = element_bytes(call.dtype);
-  const auto rows = [&](int64_t* stride, int64_t count) {
+  const auto rows = [&](int64_t* stride, int64_t count, int dtype) {
     *stride = call.hidden_size + (random.below(2) != 0 ? random.below(9) : 0);
-    return arena.take(random, count * *stride * width, width);
+    return arena.take(random, count * *stride * element_bytes(dtype), element_bytes(dtype));
   };
   call.source_stride = call.num_tokens * (call.hidden_size + 9);
-  call.x = rows(&call.x_stride, call.num_tokens);
+  call.x = rows(&call.x_stride, call.num_tokens, call.dtype);
   arena.take(random, (call.num_sources - 1) * call.source_stride * width, 1);
-  if (random.below(2) != 0) call.residual = rows(&call.residual_stride, call.num_tokens);
+  const int residual_dtype = allnorm::residual_dtype(call);
+  if (random.below(2) != 0) {
+    call.residual = rows(&call.residual_stride, call.num_tokens, residual_dtype);
+  }
   if (!no_norm) call.weight = arena.take(random, 4 * call.hidden_size, 4);
   if (call.post_weight != nullptr) call.post_weight = arena.take(random, 4 * call.hidden_size, 4);
-  if (!no_norm) call.out = rows(&call.out_stride, call.num_tokens);
-  call.residual_out = rows(&call.residual_out_stride, call.num_tokens);
+  if (!no_norm) call.out = rows(&call.out_stride, call.num_tokens, call.dtype);
+  call.residual_out = rows(&call.residual_out_stride, call.num_tokens, residual_dtype);
   const bool sums = call.op == ALLNORM_ADD_RMS_NORM || (local && call.op == ALLNORM_ALL_REDUCE);
   if (sums && random.below(3) == 0) {
     draw_experts(call, random, arena);

@@ -68,6 +68,7 @@ inline void random_arithmetic(AllnormCall& call, Random& random) {
     call.flags |= ALLNORM_SCALED;
     call.sum_scale = kFactors[random.below(6)];
   }
+  if (call.dtype != ALLNORM_FLOAT32 && random.below(3) == 0) call.flags |= ALLNORM_FLOAT32_RESIDUAL;
 }
 
 // Draws the quantization of a norm. hidden_size becomes a multiple of the group size.

@@ -117,7 +117,7 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
     return result;
   };
   if (random.below(4) != 0) {
-    op.residual = std::make_unique<Matrix>(matrix(call.num_tokens, call.dtype, 24));
+    op.residual = std::make_unique<Matrix>(matrix(call.num_tokens, residual_dtype(call), 24));
   }
   const auto random_weight = [&](int dtype) {
     auto weight = std::make_unique<Matrix>(dtype, 1, call.hidden_size);
@@ -136,7 +136,7 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
     const int64_t own = std::max<int64_t>(1, shard.end - shard.begin);
     const bool gathered = call.op == ALLNORM_ALL_GATHER_ROWS;
     op.x.push_back(matrix(gathered ? own : call.num_tokens, call.dtype, 24));
-    op.residual_out.emplace_back(call.dtype, is_sharded(call) ? own : call.num_tokens,
+    op.residual_out.emplace_back(residual_dtype(call), is_sharded(call) ? own : call.num_tokens,
                                  call.hidden_size, 16);
     if (!ends_with_sum(call) && (normed || !is_quantized(call))) {
       op.out.emplace_back(call.dtype, call.num_tokens, call.hidden_size, 8);
@@ -280,7 +280,7 @@ inline int64_t count_wrong(const Operation& op, int rank, int64_t row,
   const auto wrong_in = [&](const Matrix& got, int64_t got_row, const std::vector<uint32_t>& bits) {
     int64_t wrong = 0;
     for (int64_t i = 0; i < call.hidden_size; ++i) {
-      wrong += !same(call.dtype, got.bits(got_row, i), bits[static_cast<size_t>(i)], allowed);
+      wrong += !same(got.dtype, got.bits(got_row, i), bits[static_cast<size_t>(i)], allowed);
     }
     return wrong;
   };

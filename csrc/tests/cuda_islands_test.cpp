@@ -41,6 +41,7 @@ Operation make_before(int world_size, Random& random, int dtype) {
 Operation make_after(int world_size, Random& random, int dtype) {
   AllnormCall call = make_call(random);
   call.dtype = dtype;
+  if (dtype == ALLNORM_FLOAT32) call.flags &= ~ALLNORM_FLOAT32_RESIDUAL;
   if (call.weight_dtype != ALLNORM_FLOAT32) call.weight_dtype = dtype;
   if (call.post_weight_dtype != ALLNORM_FLOAT32) call.post_weight_dtype = dtype;
   if (call.op == ALLNORM_ALL_GATHER_ROWS) call.op = ALLNORM_ALL_REDUCE;

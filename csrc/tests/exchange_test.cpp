@@ -55,7 +55,8 @@ void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int6
   const int64_t gap = random.below(3);
 
   Matrix weight(call.weight_dtype, 1, hidden), post_weight(call.post_weight_dtype, 1, hidden);
-  Matrix residual(dtype, tokens, hidden), all(dtype, tokens * world_size, hidden);
+  const int wide = residual_dtype(call);
+  Matrix residual(wide, tokens, hidden), all(dtype, tokens * world_size, hidden);
   fill(weight, seed ^ 77);
   fill(post_weight, seed ^ 76);
   fill(residual, seed ^ 78);
@@ -77,7 +78,7 @@ void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int6
     if (no_norm) to.weight = nullptr;
     if (no_norm) to.out = nullptr;
   };
-  Matrix want(dtype, tokens, hidden), want_residual(dtype, tokens, hidden);
+  Matrix want(dtype, tokens, hidden), want_residual(wide, tokens, hidden);
   AllnormCall local = call;
   set_tensors(local, all, with_residual ? &residual : nullptr, weight, want, want_residual);
   set_weights(local);
@@ -91,7 +92,7 @@ void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int6
   const int64_t own = shard.end - shard.begin;
   Matrix x = rows_of(all, rank * tokens, tokens, gap);
   Matrix own_residual = rows_of(residual, shard.begin, own, gap);
-  Matrix out(dtype, tokens, hidden, gap), residual_out(dtype, own + 1, hidden);
+  Matrix out(dtype, tokens, hidden, gap), residual_out(wide, own + 1, hidden);
   const bool in_place = random.below(3) == 0;
   Matrix& got = in_place ? x : out;
   Matrix& got_residual = in_place && with_residual ? own_residual : residual_out;
@@ -119,7 +120,7 @@ void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int6
       right_scales ? "right" : "wrong");
   // No rank owns the last row of residual_out.
   for (int64_t i = 0; i < hidden; ++i) {
-    check(residual_out.bits(own, i) == (dtype == ALLNORM_FLOAT32 ? 0x5a5a5a5au : 0x5a5au),
+    check(residual_out.bits(own, i) == (wide == ALLNORM_FLOAT32 ? 0x5a5a5a5au : 0x5a5au),
           "wrote past the end of residual_out");
   }
 }

@@ -145,8 +145,9 @@ inline void reference_change(const AllnormCall& call, std::vector<uint32_t>& red
   }
 }
 
-// Computes one row of a call. sources[r] and residual (may be empty) are in bits of `dtype`, weight
-// in bits of `weight_dtype`.
+// Computes one row of a call. sources[r] are in bits of `dtype`, and weight in bits of
+// `weight_dtype`. The residual (may be empty) and the new residual are in bits of `dtype`, or of
+// float32 with ALLNORM_FLOAT32_RESIDUAL.
 inline Expected reference_row(const AllnormCall& call,
                               const std::vector<std::vector<uint32_t>>& sources,
                               const std::vector<uint32_t>& residual,
@@ -154,6 +155,8 @@ inline Expected reference_row(const AllnormCall& call,
                               const std::vector<uint32_t>& post_weight = {}) {
   const size_t hidden = sources[0].size();
   const size_t pack = call.dtype == ALLNORM_FLOAT32 ? 4 : 8;
+  const bool wide = (call.flags & ALLNORM_FLOAT32_RESIDUAL) != 0;
+  const int residual_dtype = wide ? static_cast<int>(ALLNORM_FLOAT32) : call.dtype;
   Expected expected = {std::vector<uint32_t>(hidden), std::vector<uint32_t>(hidden)};
   std::vector<float> z(hidden);
   std::vector<uint32_t> sums(hidden);
@@ -166,15 +169,12 @@ inline Expected reference_row(const AllnormCall& call,
   for (size_t i = 0; i < hidden; ++i) {
     const uint32_t reduced = sums[i];
     float s = to_float(call.dtype, reduced);
-    uint32_t rounded = reduced;
-    if (!residual.empty()) {
-      s = s + to_float(call.dtype, residual[i]);
-      rounded = round_bits(call.dtype, s);
-    }
+    if (!residual.empty()) s = s + to_float(residual_dtype, residual[i]);
+    const uint32_t rounded = round_bits(residual_dtype, s);
     if (call.op == ALLNORM_ALL_REDUCE) expected.out[i] = reduced;
     expected.residual_out[i] = rounded;
     const bool unrounded = call.numerics == ALLNORM_UNROUNDED || call.numerics == ALLNORM_VLLM;
-    z[i] = unrounded ? s : to_float(call.dtype, rounded);
+    z[i] = unrounded ? s : to_float(residual_dtype, rounded);
   }
   if (call.op == ALLNORM_ALL_REDUCE) return expected;
 

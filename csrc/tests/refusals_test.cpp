@@ -112,7 +112,17 @@ TEST(defects_of_calls) {
          call.residual_stride = int64_t{1} << 48;
        }},
       {kGroups, "flags", [](Call& call) { call.flags = 32; }},
-      {kGroups, "flags", [](Call& call) { call.flags = 128; }},
+      {kGroups, "flags", [](Call& call) { call.flags = 256; }},
+      {kGroups, "FLOAT32_RESIDUAL",
+       [](Call& call) {
+         call.flags = ALLNORM_FLOAT32_RESIDUAL;
+         call.op = ALLNORM_ALL_REDUCE;
+       }},
+      {kGroups, "FLOAT32_RESIDUAL",
+       [](Call& call) {
+         call.flags = ALLNORM_FLOAT32_RESIDUAL;
+         call.dtype = call.weight_dtype = ALLNORM_FLOAT32;
+       }},
       {kGroups, "ALLNORM_ANNOUNCEMENT", [](Call& call) { call.flags = ALLNORM_ANNOUNCEMENT; }},
       {kGroups, "cluster_size", [](Call& call) { call.cluster_size = 9; }},
       {kGroups, "num_blocks", [](Call& call) { call.num_blocks = -1; }},

@@ -50,11 +50,12 @@ void test_call(Random& random, int dtype, int64_t tokens, int64_t hidden_size) {
   Matrix x = random_matrix(random, dtype, sources * tokens, hidden, random.below(3), style);
   if (random.below(12) == 0) std::fill(x.bytes.begin(), x.bytes.end(), uint8_t{0x5a});
   if (random.below(12) == 0) std::fill(x.bytes.begin(), x.bytes.end(), uint8_t{0});
-  Matrix residual = random_matrix(random, dtype, tokens, hidden, 1, style);
+  const int32_t wide = residual_dtype(call);
+  Matrix residual = random_matrix(random, wide, tokens, hidden, 1, style);
   Matrix weight = random_weight(random, call.weight_dtype, hidden);
   Matrix post_weight = random_weight(random, call.post_weight_dtype, hidden);
   const bool post_norm = call.post_weight != nullptr;
-  Matrix out(dtype, tokens, hidden, 3), residual_out(dtype, tokens, hidden, 2);
+  Matrix out(dtype, tokens, hidden, 3), residual_out(wide, tokens, hidden, 2);
   const bool in_place = experts.top_k == 0 && random.below(2) == 0;
   Matrix& result = in_place ? x : out;
   Matrix& sum = in_place && with_residual ? residual : residual_out;

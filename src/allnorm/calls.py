@@ -99,7 +99,9 @@ class Calls(abc.ABC):
                 be strided. Not modified unless it is also `out`. Or an `ExpertSum`, which is summed
                 first; then "like `x`" below means [num_tokens, hidden_size] in the dtype of its
                 rows.
-            residual: like `x`, equal on every rank; None: nothing is added.
+            residual: like `x`, equal on every rank; None: nothing is added. It may be float32 while
+                `x` is float16 or bfloat16: then `residual_out` is float32 too, and their sum is
+                normed without being rounded, in every mode of `numerics`.
             weight: [hidden_size], dtype of `x` or float32. With `post_norm` it may be None: no
                 second norm.
             eps: added to the mean square, as float32.
@@ -114,15 +116,16 @@ class Calls(abc.ABC):
             scale: factor of the reduced sum, or of its post norm, before the residual add, as
                 float32 (Granite, MiniCPM).
             out: preallocated `normed`; may be `x` itself.
-            residual_out: preallocated `residual_out`; may be `residual` itself.
+            residual_out: preallocated `residual_out`, in the dtype of `residual`; may be `residual`
+                itself.
             prefetch: the weight that the next GEMM reads: any strided tensor on the same device. A
                 GPU loads the first `plan().prefetch_bytes` bytes of it into the L2 cache while the
                 call waits for its peers. Never affects results; may differ between ranks.
 
         Returns:
             (normed, residual_out), in the shape of `x` unless sharded, contiguous unless
-            preallocated. `normed` has all rows, and is None without a weight. Results are
-            bit-identical on every rank, for every algorithm and batch.
+            preallocated. `normed` has the dtype of `x` and all rows, and is None without a weight.
+            Results are bit-identical on every rank, for every algorithm and batch.
 
         Raises the errors of `all_reduce`.
 
@@ -181,7 +184,7 @@ class Calls(abc.ABC):
 
         Args:
             x: as for `all_reduce_add_rms_norm`; not modified unless it is also `normed_out`.
-            residual: like `x`, equal on every rank; None: nothing is added.
+            residual: like `x`, or float32; equal on every rank; None: nothing is added.
             weight: [hidden_size], dtype of `x` or float32.
             eps: added to the mean square, as float32.
             quant: `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`; the same on

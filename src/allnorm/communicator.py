@@ -213,11 +213,12 @@ class Communicator(Calls):
         post_norm: PostNorm | None = None,
         scale: float = 1.0,
         experts: bool = False,
+        residual_dtype: torch.dtype | None = None,
     ) -> Plan:
         """Returns how a call with a norm would run, or raises what that call would raise.
 
-        Pure, not collective, the same on every rank. `post_norm`, `scale` and `experts` do not
-        affect the algorithm.
+        Pure, not collective, the same on every rank. `post_norm`, `scale`, `experts` and
+        `residual_dtype` do not affect the algorithm.
 
         Args:
             num_tokens: number of rows, >= 0.
@@ -230,6 +231,7 @@ class Communicator(Calls):
             post_norm: norm before the residual add.
             scale: factor of the reduced sum.
             experts: whether `x` is an `ExpertSum`.
+            residual_dtype: dtype of the residual: `dtype` or float32; None: `dtype`.
 
         Returns:
             The algorithm, the reason in one sentence, the number of launches, the source of the
@@ -247,6 +249,7 @@ class Communicator(Calls):
             num_tokens,
             hidden_size,
             dtype,
+            residual_dtype,
             experts,
             quant=quant,
             residual_sharded=residual_sharded,

@@ -233,8 +233,8 @@ def choose(
         requested: "auto" or the name of an algorithm.
         owned_rows: whether rows have owners.
         kind: dtype name and epilogue.
-        extended: whether the call has a post norm, a scale or experts; tables are measured without
-            them.
+        extended: whether the call has a post norm, a scale, experts or a float32 residual; tables
+            are measured without them.
 
     Returns:
         The plan. If the requested algorithm cannot run, its algorithm is "unfused" and its reason

@@ -88,6 +88,12 @@ TOGGLES: dict[str, list[Toggle]] = {
     "residual": [
         Toggle("residual is", change={"residual": False}),
         Toggle("residual is", base={"residual": False}, change={"residual": True}),
+        Toggle("dtype of the residual is", change={"float32_residual": True}),
+        Toggle(
+            "dtype of the residual is",
+            base={**POST, "float32_residual": True},
+            change={"float32_residual": False},
+        ),
     ],
     "weight": [
         Toggle("dtype of the weight is", change={"float32_weight": True}),

@@ -67,7 +67,7 @@ FUSED: dict[str, Row] = {
     "residual not a tensor": (TypeError, (), lambda a: 1.0),
     "residual too low": (ValueError, ("(3, 64)", "(4, 64)"), lambda a: a["residual"][:3]),
     "residual to be broadcast": (ValueError, ("(1, 64)",), lambda a: a["residual"][:1]),
-    "residual of a different dtype": (EITHER, ("float32",), lambda a: a["residual"].float()),
+    "residual of a different dtype": (EITHER, ("float16",), lambda a: a["residual"].half()),
     "residual on a different device": (EITHER, (META,), lambda a: a["residual"].to(META)),
     "residual with gaps": (ValueError, ("contiguous",), lambda a: every_second(a["residual"])),
     "weight None": (TypeError, (), lambda a: None),

@@ -230,7 +230,7 @@ def test_refusals(where: str) -> None:
         (TypeError, ([1.0], None, w), {}),
         (allnorm.UnsupportedError, (x.double(), None, w.double()), {}),
         (ValueError, (x, x[:2], w), {}),
-        ((TypeError, ValueError), (x, x.float(), w), {}),
+        ((TypeError, ValueError), (x, x.half(), w), {}),
         (ValueError, (x, None, w[:63]), {}),
         ((TypeError, ValueError), (x, None, w.half()), {}),
         (ValueError, (x.repeat(1, 2)[:, ::2], None, w), {}),

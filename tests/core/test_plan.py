@@ -152,11 +152,15 @@ def test_plan_takes_every_argument_that_the_choice_depends_on() -> None:
         ({"scale": 0.5}, Call(source=x, scale=0.5, **common)),
         ({"post_norm": norm}, Call(source=x, post_norm=norm, **common)),
         ({"experts": True}, Call(source=allnorm.ExpertSum(x.unsqueeze(1)), **common)),
+        (
+            {"residual_dtype": torch.float32},
+            Call(source=x, **{**common, "residual": x.float()}),
+        ),
     ):
         plan = c.plan(8, 4096, **more)
         assert plan == chooser.choose(call), more
         assert plan.cluster_size == (0 if more else 4), more
-    assert len(asked) == 4
+    assert len(asked) == 5
 
 
 @on(cpu=(2,), gpu=(2, 8))

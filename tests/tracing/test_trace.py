@@ -154,26 +154,30 @@ def test_counts_that_the_passes_do_not_divide() -> None:
 KERNELS = {
     "void allnorm::fused_kernel<allnorm::FusedKernel<allnorm::Bfloat16, 4, allnorm::DenseRows, "
     "allnorm::OneShot, allnorm::OneRowAhead, (allnorm::Grid)0, allnorm::Features{false, false, "
-    "false, false}, allnorm::Plain> >(allnorm::FusedParams)": ("fused", "one_shot"),
+    "false, false, false}, allnorm::Plain> >(allnorm::FusedParams)": ("fused", "one_shot"),
     "void allnorm::fused_kernel<allnorm::FusedKernel<allnorm::Float16, 8, allnorm::ExpertRows, "
     "allnorm::TwoShot, allnorm::Relayed, (allnorm::Grid)0, allnorm::Features{true, true, true, "
-    "true}, allnorm::AnyQuantized> >(allnorm::FusedParams)": ("fused", "two_shot"),
+    "true, true}, allnorm::AnyQuantized> >(allnorm::FusedParams)": ("fused", "two_shot"),
     "void allnorm::owned_rows_kernel<allnorm::OwnedKernel<allnorm::Float32, 2, allnorm::DenseRows, "
-    "(allnorm::Owned)0, false, allnorm::Features{false, false, false, false}, allnorm::E4m3> >"
+    "(allnorm::Owned)0, false, allnorm::Features{false, false, false, false, false}, "
+    "allnorm::E4m3> >"
     "(allnorm::OwnedRowsParams)": ("fused", "two_shot"),
     "void allnorm::owned_rows_kernel<allnorm::OwnedKernel<allnorm::Float32, 2, allnorm::DenseRows, "
-    "(allnorm::Owned)1, false, allnorm::Features{false, false, false, false}, allnorm::E4m3> >"
+    "(allnorm::Owned)1, false, allnorm::Features{false, false, false, false, false}, "
+    "allnorm::E4m3> >"
     "(allnorm::OwnedRowsParams)": ("fused", "two_shot, sharded"),
     "void allnorm::owned_rows_kernel<allnorm::OwnedKernel<allnorm::Float32, 2, allnorm::DenseRows, "
-    "(allnorm::Owned)2, false, allnorm::Features{false, false, false, false}, allnorm::Plain> >"
+    "(allnorm::Owned)2, false, allnorm::Features{false, false, false, false, false}, "
+    "allnorm::Plain> >"
     "(allnorm::OwnedRowsParams)": None,
     "void allnorm::local_kernel<allnorm::AnyRowsKernel<allnorm::Float32, true, allnorm::Features{"
-    "false, false, false, false}, allnorm::Plain> >(allnorm::LocalParams)": (
+    "false, false, false, false, false}, allnorm::Plain> >(allnorm::LocalParams)": (
         "norm",
         "allnorm local",
     ),
     "void allnorm::local_rows_kernel<allnorm::LocalRowsKernel<allnorm::Float16, "
-    "allnorm::SummedRows, allnorm::Features{false, false, false, false}, allnorm::Plain> >"
+    "allnorm::SummedRows, allnorm::Features{false, false, false, false, false}, "
+    "allnorm::Plain> >"
     "(allnorm::LocalParams)": ("norm", "allnorm local"),
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (
         "reduction",

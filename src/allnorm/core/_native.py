@@ -13,7 +13,7 @@ from typing import Any
 from allnorm import names
 from allnorm.errors import AllnormError, NativeLibraryError, UnsupportedError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 MAX_WORLD_SIZE = 64
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
@@ -26,6 +26,7 @@ QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
 SCALE_FORMAT = {name: code for code, name in enumerate(names.SCALE_FORMATS)}
 # AllnormCallFlags
 RESIDUAL_SHARDED, SCALED, NO_NORM, SWIZZLED_SCALES, ISLAND_SUMS, ANNOUNCEMENT = 2, 4, 8, 16, 32, 64
+FLOAT32_RESIDUAL = 128
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # in place of a CallShape: no call was announced
 MISSING_CALL = 0xFFFFFFFE  # in place of a CallShape: the rank could not launch its call

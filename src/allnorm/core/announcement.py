@@ -23,6 +23,7 @@ _OPS = {
 }
 _REFUSED = -1
 _WITHOUT_NORM = " without a second norm"
+_RESIDUAL_DTYPE = "dtype of the residual"
 # Indexed by the `op` of a CallShape.
 _TAG_QUANTS = (
     *("", "", ""),
@@ -73,7 +74,10 @@ def describe(fields: dict[str, str]) -> str:
     if len(rest) == 1:
         return rest["op"]
     text = f"{rest.pop('op')} of {rest.pop('num_tokens')}x{rest.pop('hidden_size')} "
-    text += rest.pop("dtype")
+    dtype = rest.pop("dtype")
+    text += dtype
+    if rest.get(_RESIDUAL_DTYPE) == dtype:
+        del rest[_RESIDUAL_DTYPE]
     if "algorithm" in rest:
         text += f" by {rest.pop('algorithm')}"
     if "numerics" in rest:
@@ -178,6 +182,9 @@ class Announcement:
             "weight_bias": _text_of(self["weight_bias"]),
             "dtype of the weight": names.DTYPES[self["weight_dtype"]],
         }
+        if self["residual"]:
+            wide = self["flags"] & _native.FLOAT32_RESIDUAL
+            fields[_RESIDUAL_DTYPE] = "float32" if wide else names.DTYPES[self["dtype"]]
         if self["quant"]:
             fields["format of the scales"] = names.SCALE_FORMATS[self["scale_format"]]
             swizzled = self["flags"] & _native.SWIZZLED_SCALES

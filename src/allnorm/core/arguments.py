@@ -65,10 +65,21 @@ def check_own(call: Call, shard: tuple[int, int] | None) -> None:
         if weight is not None:
             check_last_dim(name, weight)
     if call.residual is not None:
-        check_like("residual", call.residual, Like.of(call, shard))
+        check_residual(call, Like.of(call, shard))
     if call.prefetch is not None:
         tensors.check_kind("prefetch", call.prefetch)
         check_device("prefetch", call.prefetch, call.x.device)
+
+
+def check_residual(call: Call, like: Like) -> None:
+    """Raises unless the residual has the properties `like`; it may also be float32."""
+    tensors.check_kind("residual", call.residual)
+    dtype = call.residual.dtype  # type: ignore[union-attr]
+    if dtype not in (like.dtype, torch.float32):
+        raise TypeError(
+            f"residual has dtype {dtype}: expected {like.dtype}{_or_float32(like.dtype)}."
+        )
+    check_like("residual", call.residual, like._replace(dtype=dtype))
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -286,10 +297,14 @@ def check_weight(name: str, weight: Any, x: torch.Tensor) -> None:
             f"{name} has shape {tuple(weight.shape)}: expected [hidden_size] = [{x.shape[-1]}]."
         )
     if weight.dtype not in (x.dtype, torch.float32):
-        wider = "" if x.dtype is torch.float32 else " or torch.float32"
         raise TypeError(
-            f"{name} has dtype {weight.dtype}: expected {x.dtype}{wider}. Convert it first."
+            f"{name} has dtype {weight.dtype}: expected {x.dtype}{_or_float32(x.dtype)}. Convert "
+            "it first."
         )
+
+
+def _or_float32(dtype: torch.dtype) -> str:
+    return "" if dtype is torch.float32 else " or torch.float32"
 
 
 def check_experts(call: Call, device: torch.device) -> None:
@@ -413,7 +428,12 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def check_planned(
-    num_tokens: object, hidden_size: int, dtype: torch.dtype, experts: object, **fields: Any
+    num_tokens: object,
+    hidden_size: int,
+    dtype: torch.dtype,
+    residual_dtype: object,
+    experts: object,
+    **fields: Any,
 ) -> Call:
     """Checks the arguments of `Communicator.plan`; returns their call, on the meta device."""
     check_count("num_tokens", num_tokens)
@@ -421,14 +441,22 @@ def check_planned(
     check_dtype("dtype", dtype)
     check_algorithm(fields["algorithm"])
     check_width("x", hidden_size)
+    if residual_dtype not in (None, dtype, torch.float32):
+        raise TypeError(
+            f"residual_dtype={residual_dtype!r}: expected None, {dtype}{_or_float32(dtype)}."
+        )
     if not isinstance(experts, bool):
         raise TypeError(f"experts={experts!r}: expected True or False.")
     quant = fields["quant"]
     shape: Any = (num_tokens, 1, hidden_size) if experts else (num_tokens, hidden_size)
     x = torch.empty(shape, dtype=dtype, device="meta")
+    residual = None
+    if isinstance(residual_dtype, torch.dtype):
+        residual = x.new_empty((num_tokens, hidden_size), dtype=residual_dtype)  # type: ignore[arg-type]
     call = Call(
         op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
         source=ExpertSum(x) if experts else x,
+        residual=residual,
         weight=x.new_empty(hidden_size),
         **fields,
     )

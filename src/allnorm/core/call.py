@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
+import torch
 from torch import Tensor
 
 from allnorm.expert_sum import ExpertSum
@@ -27,7 +28,8 @@ class Call:
 
     op: str  # name of an operator in core.operators.OPERATORS
     source: Tensor | ExpertSum  # [..., hidden_size]; for all_gather_rows this rank's rows
-    residual: Tensor | None = None  # same shape as the sum; if sharded, this rank's rows
+    # Same shape as the sum; if sharded, this rank's rows. Same dtype, or float32.
+    residual: Tensor | None = None
     weight: Tensor | None = None  # [hidden_size]; None: no norm after the residual add
     eps: float = 0.0
     weight_bias: float = 0.0
@@ -167,6 +169,17 @@ class Call:
     def has_norm(self) -> bool:
         """Returns whether the call has a norm: a final one, a post norm, or both."""
         return self.op not in ("all_reduce", "all_gather_rows")
+
+    @property
+    def has_float32_residual(self) -> bool:
+        """Returns whether the residual is float32, and `x` is not."""
+        wide = getattr(self.residual, "dtype", None) is torch.float32
+        return wide and self.x.dtype is not torch.float32
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """The dtype of the new residual."""
+        return torch.float32 if self.has_float32_residual else self.x.dtype
 
     @property
     def writes_scale(self) -> bool:

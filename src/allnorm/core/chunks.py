@@ -79,11 +79,12 @@ def move_results(
     """Moves a C call's results to start at `row`, and its residual to start at `residual_row`.
 
     `row` is an index into all rows, `residual_row` into the residual's rows on this rank. `saved`
-    holds the addresses of row 0, and `width` is the number of bytes per element.
+    holds the addresses of row 0, and `width` is the number of bytes per element of `x`.
     """
+    residual_width = 4 if call.flags & _native.FLOAT32_RESIDUAL else width
     moves = [
-        ("residual", residual_row, call.residual_stride, width),
-        ("residual_out", residual_row, call.residual_out_stride, width),
+        ("residual", residual_row, call.residual_stride, residual_width),
+        ("residual_out", residual_row, call.residual_out_stride, residual_width),
         ("out", row, call.out_stride, width),
         ("quantized", row, call.quantized_stride, 1),
     ]

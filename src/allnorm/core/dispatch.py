@@ -250,7 +250,10 @@ class Chooser:
             call.algorithm,
             call.owns_rows,
             (str(dtype).removeprefix("torch."), _epilogue(call)),
-            call.experts or call.post_weight is not None or call.scale != 1,
+            call.experts
+            or call.post_weight is not None
+            or call.scale != 1
+            or call.has_float32_residual,
         )
 
     def _rows_per_chunk(self, native: _native.Call) -> dict[str, int]:

@@ -116,9 +116,9 @@ def fault_error(
         if not differing and not is_refusal(fault.seen_shape, fault.seen_tokens):
             # These properties are announced only as a hash.
             words += (
-                ", but with a different eps, weight_bias, dtype of the weight, format or layout"
+                ", but with a different eps, weight_bias, dtype of the weight or of the residual,"
             )
-            words += " of the scales, post norm or scale"
+            words += " format or layout of the scales, post norm or scale"
     elif fault.status == _native.PEER_DIED:
         process = "its process" if watch is None else watch.describe(fault.peer)
         kind, what = PeerDiedError, f"{rank} waited for {peer}, but {process} has ended"

@@ -395,7 +395,9 @@ class _Run:
             call.residual = residuals[number].data_ptr()
             call.residual_stride = call.hidden_size
         if number != self._hierarchy.number:
-            unused = self._keep(x.new_empty((max(1, rows), call.hidden_size)))
+            wide = call.flags & _native.FLOAT32_RESIDUAL
+            dtype = torch.float32 if wide else x.dtype
+            unused = self._keep(x.new_empty((max(1, rows), call.hidden_size), dtype=dtype))
             call.residual_out, call.residual_out_stride = unused.data_ptr(), call.hidden_size
 
     def gather_rows(self, shard: torch.Tensor, out: torch.Tensor) -> int:

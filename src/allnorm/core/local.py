@@ -38,7 +38,8 @@ def add_rms_norm(
     Args:
         x: [..., hidden_size] with any hidden_size, float32, float16 or bfloat16; rows may be
             strided. Or an `ExpertSum`.
-        residual: like `x`, or None.
+        residual: like `x`, or None. It may be float32 while `x` is float16 or bfloat16: then
+            `residual_out` is float32 too, and is normed without being rounded.
         weight: [hidden_size], dtype of `x` or float32. With `post_norm` it may be None: no second
             norm.
         eps: added to the mean square, as float32.

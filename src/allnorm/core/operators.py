@@ -163,15 +163,16 @@ def result_like(call: Call, field: str, residual_rows: int | None) -> Like:
     if call.op == "all_gather_rows":
         source = "num_tokens rows as wide as residual_shard"
         return Like((call.num_tokens, x.shape[-1]), x.dtype, x.device, source)
+    dtype = call.residual_dtype if field == "residual_out" else x.dtype
     if field == "residual_out" and residual_rows is not None:
         source = "this rank's rows, as row_shard() gives them"
-        return Like((residual_rows, x.shape[-1]), x.dtype, x.device, source)
+        return Like((residual_rows, x.shape[-1]), dtype, x.device, source)
     source = "[num_tokens, hidden_size]" if call.experts else "that of x"
     if field == "quantized_out":
         assert call.quant is not None
         shape = tuple(quantized_shape(call.quant, call.shape))
         return Like(shape, quantized_dtype(call.quant), x.device, source)
-    return Like(call.shape, x.dtype, x.device, source)
+    return Like(call.shape, dtype, x.device, source)
 
 
 def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:

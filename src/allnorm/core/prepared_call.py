@@ -73,6 +73,7 @@ def describe(call: Call) -> _native.Call:
 def _flags(call: Call) -> int:
     flags: int = _native.RESIDUAL_SHARDED if call.residual_sharded else 0
     flags |= _native.SCALED if call.scale != 1 else 0
+    flags |= _native.FLOAT32_RESIDUAL if call.has_float32_residual else 0
     return flags | (_native.NO_NORM if call.weight is None else 0)
 
 
@@ -197,7 +198,7 @@ class PreparedCall:
 
     def _results(self, call: Call) -> list[Result | None]:
         x = call.x
-        own = Like.of(call, self.shard)
+        own = Like.of(call, self.shard)._replace(dtype=call.residual_dtype)
         whole = Like.of(call, None)
         if call.op == "all_gather_rows":
             source = "num_tokens rows as wide as residual_shard"

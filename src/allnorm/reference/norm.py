@@ -88,8 +88,9 @@ def all_reduce_add_rms_norm(
     Args:
         inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
             An `ExpertSum` means the sum of its rows, `[num_tokens, hidden_size]`.
-        residual: shape and dtype of `x`; None: nothing is added. With `residual_sharded`, the list
-            of all ranks' shards, each `[hi - lo, hidden_size]` as in `row_shard`.
+        residual: shape and dtype of `x`, or float32; None: nothing is added. With
+            `residual_sharded`, the list of all ranks' shards, each `[hi - lo, hidden_size]` as in
+            `row_shard`.
         weight: `[hidden_size]`, dtype of `x` or float32. With `post_norm` it may be None; then
             there is no second norm, and `normed` is None.
         eps: added to the mean square, rounded to float32.
@@ -105,8 +106,9 @@ def all_reduce_add_rms_norm(
         islands: as in `all_reduce`.
 
     Returns:
-        `(normed, residual_out)`, both in the shape and dtype of `x`. With `residual_sharded`, the
-        second is the list of all ranks' shards.
+        `(normed, residual_out)`, both in the shape of `x`; `normed` in the dtype of `x`, the other
+        in that of the residual. With `residual_sharded`, the second is the list of all ranks'
+        shards.
 
     Raises:
         ValueError: a shape, device or name does not match.
@@ -151,7 +153,8 @@ def add_rms_norm(
     Args:
         x: `[..., hidden_size]`, float32, float16 or bfloat16; or an `ExpertSum`, which means the
             sum of its rows.
-        residual: shape and dtype of `x`; None: nothing is added.
+        residual: shape and dtype of `x`, or float32, in which the sum is then not rounded; None:
+            nothing is added.
         weight: `[hidden_size]`, dtype of `x` or float32. With `post_norm` it may be None; then
             there is no second norm, and `normed` is None.
         eps: added to the mean square, rounded to float32.
@@ -161,7 +164,8 @@ def add_rms_norm(
         scale: factor of `x`, or of its post norm; rounded to float32.
 
     Returns:
-        `(normed, residual_out)`, both in the shape and dtype of `x`.
+        `(normed, residual_out)`, both in the shape of `x`; `normed` in the dtype of `x`, the other
+        in that of the residual.
 
     Raises:
         ValueError: a shape, device or name does not match.
@@ -172,12 +176,13 @@ def add_rms_norm(
     _check_norm(x, residual, weight, numerics, post_norm)
     x = _change(x, numerics, post_norm, scale)
     total = _add_residual(x, residual)
-    residual_out = total.to(x.dtype)
+    dtype = x.dtype if residual is None else residual.dtype
+    residual_out = total.to(dtype)
     if weight is None:
-        return None, new_tensor(residual_out, x.dtype)
+        return None, new_tensor(residual_out, dtype)
     z = residual_out.float() if numerics in ("rounded", "transformers") else total
     normed = _scale(z, _reciprocal_rms(z, eps, x.dtype), _gain(weight, weight_bias), x, numerics)
-    return new_tensor(normed, x.dtype), new_tensor(residual_out, x.dtype)
+    return new_tensor(normed, x.dtype), new_tensor(residual_out, dtype)
 
 
 def _change(x: Tensor, numerics: str, post_norm: PostNorm | None, scale: float) -> Tensor:
@@ -250,8 +255,10 @@ def _check_norm(
         raise TypeError(f"x is {x.dtype}: expected float32, float16 or bfloat16")
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"x has shape {list(x.shape)}: expected [..., hidden_size]")
-    if residual is not None and residual.dtype != x.dtype:
-        raise TypeError(f"residual is {residual.dtype}: expected the dtype of x, {x.dtype}")
+    if residual is not None and residual.dtype not in (x.dtype, torch.float32):
+        raise TypeError(
+            f"residual is {residual.dtype}: expected the dtype of x, {x.dtype}, or float32"
+        )
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual has shape {list(residual.shape)}: expected {list(x.shape)}")
     if weight is None and post_norm is None:

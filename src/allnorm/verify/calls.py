@@ -90,6 +90,8 @@ class _Placed:
                 given["scale_out"] = scale
         if case.has_norm and memory.residual_out != "new":
             own = self.case.own_rows(self.comm, like) if case.sharded else like
+            if case.residual and case.float32_residual:
+                own = own.float()
             in_place = memory.residual_out == "residual"
             given["residual_out"] = (
                 self.inputs["residual"] if in_place else memory.results.place(own)
@@ -236,6 +238,7 @@ def _other_plan(case: Case, comm: allnorm.Communicator) -> list[str]:
     plan = comm.plan(
         *(case.num_tokens, case.hidden_size, case.dtype, case.spec(), case.sharded),
         algorithm=case.algorithm,
+        residual_dtype=torch.float32 if case.float32_residual else None,
     )
     return [] if plan.algorithm == case.algorithm else [f"planned as {plan}"]
 
@@ -321,6 +324,7 @@ class Cases:
             scale=self._deal("scale", (1.0,) * 6 + (0.22, -1.5)),
             second_norm=self._rng.random() < 0.7,
             experts=self._deal("experts", _NO_EXPERTS + EXPERTS),
+            float32_residual=self._rng.random() < 0.25,
         ).possible()
 
     def draw_any(self) -> Case:
@@ -395,6 +399,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"scale": 0.22},
     {"post_norm": True, "scale": -1.5, "experts": Experts()},
     {"experts": Experts()},
+    {"float32_residual": True, "numerics": "transformers"},
+    {"float32_residual": True, "post_norm": True, "experts": Experts()},
 )
 """Fields of a Case, for one case per kind of residual update."""
 

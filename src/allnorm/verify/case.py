@@ -138,6 +138,7 @@ class Case:
     quant: Quant | None = None
     return_normed: bool = False  # whether a quantized call returns the normed rows too
     sharded: bool = False  # whether each rank holds only its own rows of the residual
+    float32_residual: bool = False  # whether the residual is float32, whatever the dtype of x
     post_norm: bool = False
     scale: float = 1.0
     second_norm: bool = True  # whether there is a norm after the residual add
@@ -233,9 +234,10 @@ class Case:
         """Returns all rows of the residual, or None."""
         if not self.residual:
             return None
+        dtype = torch.float32 if self.float32_residual else self.dtype
         if self.kind.startswith("word "):
-            return self._values(self.shape, 0)
-        values = shared_input(self.shape, self.dtype, "residual", call=self.call, device=device())
+            return _of_word(int(self.kind[5:], 16), self.shape, dtype)
+        values = shared_input(self.shape, dtype, "residual", call=self.call, device=device())
         if self.kind == "negative_zeros":
             return -(values.abs() * 0.0)
         return self._put("residual", values * 3.0)
@@ -285,6 +287,8 @@ class Case:
             residual, second = self.residual_tensor(), self.weight()
         else:
             residual, second = (residual if self.residual else None), weight
+            if residual is not None and self.float32_residual:
+                residual = residual.float()
         arguments: dict[str, Any] = {
             "residual": residual,
             "weight": second if self.second_norm else None,
@@ -376,6 +380,8 @@ class Case:
         With `in_place`, results overwrite `x` and `residual` where possible.
         """
         out: dict[str, torch.Tensor | None] = {}
+        if self.float32_residual:
+            residual = residual.float()
         if in_place and self.quant is None and self.second_norm and self.experts is None:
             out["out"] = x
         if in_place and self.op == "norm" and self.residual:
@@ -430,7 +436,8 @@ class Case:
         if isinstance(quant, allnorm.Fp8PerGroup) and quant.scale_layout != SWIZZLED:
             quant = ("per_group", quant.group_size, quant.scale_format)
         bias = str(self.weight_bias)  # -0.0 is equal to 0.0
-        options = (self.numerics, bias, self.float32_weight, self.residual, self.eps)
+        wide = self.residual and self.float32_residual
+        options = (self.numerics, bias, self.float32_weight, self.residual, wide, self.eps)
         return (*options, quant, self.post_norm, self.scale, self.second_norm)
 
     def named(self, result: Any) -> Results:

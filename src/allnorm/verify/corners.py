@@ -87,6 +87,7 @@ def _shapes(tokens: Sequence[int], hidden_sizes: Sequence[int]) -> list[tuple[in
 AUTO = ["auto", *ALGORITHMS]
 OWNED = ["auto", "two_shot", "unfused"]
 DTYPE_LIST = list(DTYPES.values())
+NARROW = [torch.float16, torch.bfloat16]
 BOTH = [False, True]
 MODES = list(NUMERICS)
 WEIGHTS: dict[str, Sequence[Any]] = {
@@ -95,6 +96,7 @@ WEIGHTS: dict[str, Sequence[Any]] = {
     "eps": (1e-6, 1e-5, 0.0, 1.0),
     "numerics": NUMERICS,
     "residual": (True, True, False),
+    "float32_residual": (True, False, False),
 }
 WIDTHS = (1, 7, 120, 2304, 2880, 2944, 4095, 4096, 5760, 7168, 8192, 16384)
 
@@ -110,9 +112,11 @@ CHANGES: list[dict[str, Any]] = [
     {"post_norm": True, "second_norm": False},
     {"scale": 0.22},
     {"post_norm": True, "scale": -1.5, "second_norm": False},
+    {"float32_residual": True},
 ]
 VARIANTS: list[dict[str, Any]] = [
     *({}, *CHANGES, {"experts": EXPERTS[1]}, {"experts": EXPERTS[4]}, {"sharded": True}),
+    {"float32_residual": True, "sharded": True, "quant": PACKED},
     *({"quant": quant, "return_normed": True} for quant in QUANTS),
     *({"quant": quant, "sharded": True} for quant in (PACKED, SMALL, *TILES)),
 ]
@@ -254,6 +258,19 @@ CORNERS: dict[str, Corner] = {
                           dtype=DTYPE_LIST),
                     [{}, {"post_norm": True}, {"experts": Experts(2)}]), **WEIGHTS),
         (2, 3), range(2, 9)),
+    "float32 residuals: every width, format and rounding mode, in place and apart": Corner(
+        "post norms and experts",
+        varied(every(shape=_shapes((0, 1, 5), (1, 7, 120, 2880, 2944, 5760)), dtype=NARROW,
+                     float32_residual=True, algorithm=AUTO),
+               numerics=MODES, float32_weight=BOTH, post_norm=(False, False, True),
+               memory=(Memory(), IN_PLACE, Memory(residual=Layout(8), residual_out="residual"),
+                       Memory(residual=Layout(3, 1), residual_out="own", results=Layout(5, 3))))
+        + possible(varied(
+            every(shape=_shapes((1, 3, 33), (2880, 5760)), dtype=NARROW, float32_residual=True,
+                  quant=[SMALL, allnorm.Fp8PerToken(), GIVEN, *TILES], sharded=BOTH),
+            numerics=MODES, return_normed=BOTH, scale=(1.0, 0.22), experts=(None, Experts()),
+            kind=("normal", "sentinels"), memory=(Memory(), IN_PLACE))),
+        (2, 3), range(1, 9)),
     "more rows than blocks": Corner(
         "options",
         each(every(shape=[(17, 4096), (64, 2304), (257, 120), (1025, 1024)], algorithm=AUTO),
@@ -270,7 +287,7 @@ CORNERS: dict[str, Corner] = {
     "leading dimensions": Corner(
         "options",
         each(every(shape=[(64,), (2, 3, 64), (2, 1, 3, 64), (0, 3, 64), (2, 0, 64)],
-                   algorithm=AUTO), [*VARIANTS[:5], *VARIANTS[7:]]),
+                   algorithm=AUTO), [*VARIANTS[:6], *VARIANTS[8:]]),
         (2, 3, 4), (2, 4, 8)),
     "fewer rows than ranks: sharded and gathered": Corner(
         "sharded residual",

@@ -81,6 +81,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "different eps": {"eps": 1e-5},
     "different weight_bias": {"weight_bias": 1.0},
     "different weight dtype": {"float32_weight": True},
+    "different residual dtype": {"float32_residual": True},
 }
 DEATHS = ("killed", "killed between its calls", "exits")
 _ELSEWHERE = "calls on another communicator"

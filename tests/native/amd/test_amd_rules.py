@@ -40,7 +40,7 @@ def kernel(*lines: str, spills: int = 0, scratch_bytes: int = 0) -> Function:
 def test_names_of_kernels() -> None:
     name = (
         "_ZN7allnorm16wide_rows_kernelINS_14WideRowsKernelINS_8Bfloat16ELi2ENS_10ExpertRowsE"
-        "NS_7OneShotEXtlNS_8FeaturesELb1ELb1ELb1ELb1EEENS_5PlainELi4EEEEEvNS_11FusedParamsE"
+        "NS_7OneShotEXtlNS_8FeaturesELb1ELb1ELb1ELb1ELb1EEENS_5PlainELi4EEEEEvNS_11FusedParamsE"
     )
     variant = Variant("one_shot_wide", "Bfloat16", 2, False, "kExtended")
     assert variant_of(name) == variant

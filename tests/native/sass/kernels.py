@@ -22,9 +22,9 @@ MOST_RANKS = 8
 _ENUMS = {"Grid": ("kSparse", "kDense", "kFew"), "Owned": ("kSum", "kFinished", "kGiven")}
 _FEATURES = {
     "{}": "kBasic",  # clang's spelling
-    "{false, false, false, false}": "kBasic",
-    "{true, true, true, true}": "kExtended",
-    "{false, true, true, true}": "kExtendedDense",
+    "{false, false, false, false, false}": "kBasic",
+    "{true, true, true, true, true}": "kExtended",
+    "{false, true, true, true, true}": "kExtendedDense",
 }
 _FORMATS = {
     "OnlyPlain": ("Plain",),
@@ -137,11 +137,11 @@ class Variant:
         if self.kind == "owned_finished" and self.most_ranks > 4:
             return 88 if self.dtype == "Float32" else 32 if self.extended else 0
         if self.kind == "one_shot_dense" and self.features != "kExtended":
-            return {2: 24 if self.extended else 8, 4: 32, 8: 112}[self.most_ranks]
+            return {2: 32 if self.extended else 8, 4: 32, 8: 112}[self.most_ranks]
         if self.kind == "local_rows" and self.quantized and self.extended:
             return 8
         if self.kind == "local_aligned":
-            return 104 if self.extended else 24 if self.quantized else 0
+            return 112 if self.extended else 24 if self.quantized else 0
         return 0
 
 

@@ -11,7 +11,7 @@ from . import rules
 from .disassembly import Kernel, parse
 from .kernels import ANY_WORLD_SIZE, Variant, all_variants, variant_of
 
-BASIC = "XtlNS_8FeaturesELb0ELb0ELb0ELb0EEE"
+BASIC = "XtlNS_8FeaturesELb0ELb0ELb0ELb0ELb0EEE"
 EXTENDED = BASIC.replace("b0", "b1")
 EXTENDED_DENSE = EXTENDED.replace("b1", "b0", 1)
 ONE_SHOT = (

@@ -43,7 +43,7 @@ struct LaunchInfo {
   char kind[24];  // as kernels.py of tests/native/sass names it
   int32_t dtype;
   int32_t format;  // RowFormat
-  int32_t experts, islands, post_step, all_formats;
+  int32_t experts, islands, post_step, float32_residual, all_formats;
   int32_t num_blocks, num_threads, shared_bytes;
   int32_t num_bytes;
   uint8_t parameters[1024];
@@ -144,6 +144,7 @@ EXPORT void calls_add(Calls* calls, const Spec* spec) {
   if (spec->op < 0) {
     call = make_call(random);
     call.dtype = spec->dtype;
+    if (call.dtype == ALLNORM_FLOAT32) call.flags &= ~ALLNORM_FLOAT32_RESIDUAL;
     if (call.weight_dtype != ALLNORM_FLOAT32) call.weight_dtype = call.dtype;
     if (call.post_weight != nullptr && call.post_weight_dtype != ALLNORM_FLOAT32) {
       call.post_weight_dtype = call.dtype;
@@ -248,6 +249,7 @@ EXPORT void calls_launch(Calls* calls, int op, int rank, int number, LaunchInfo*
            .experts = needs.experts,
            .islands = needs.islands,
            .post_step = needs.post_step,
+           .float32_residual = needs.float32_residual,
            .all_formats = needs.all_formats,
            .num_blocks = 0,
            .num_threads = 0,

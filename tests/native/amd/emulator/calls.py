@@ -24,8 +24,8 @@ _OTHERWISE = {
 }
 _FEATURES = {
     "kBasic": frozenset[str](),
-    "kExtendedDense": frozenset({"islands", "post_step", "all_formats"}),
-    "kExtended": frozenset({"experts", "islands", "post_step", "all_formats"}),
+    "kExtendedDense": frozenset({"islands", "post_step", "float32_residual", "all_formats"}),
+    "kExtended": frozenset({"experts", "islands", "post_step", "float32_residual", "all_formats"}),
 }
 DTYPES = ("Float32", "Float16", "Bfloat16")  # AllnormDtype
 ENDLESS_NS = 1 << 60
@@ -53,7 +53,7 @@ class _LaunchInfo(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_char * 24),
         *((name, ctypes.c_int32) for name in (
-            "dtype", "format", "experts", "islands", "post_step", "all_formats",
+            "dtype", "format", "experts", "islands", "post_step", "float32_residual", "all_formats",
             "num_blocks", "num_threads", "shared_bytes", "num_bytes",
         )),
         ("parameters", ctypes.c_uint8 * 1024),

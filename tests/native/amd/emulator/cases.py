@@ -14,6 +14,7 @@ GFX942, GFX950 = "gfx942", "gfx950"
 ADD_RMS_NORM, ALL_GATHER_ROWS = 1, 2  # AllnormOp
 ONE_SHOT, TWO_SHOT = 0, 1
 SHARDED = 2  # ALLNORM_RESIDUAL_SHARDED
+FLOAT32_RESIDUAL = 128  # ALLNORM_FLOAT32_RESIDUAL
 PER_GROUP, PER_TOKEN, NVFP4 = 1, 2, 4
 WRAPS = 0xFFFFFFFD  # the counter of operations wraps after three
 
@@ -98,11 +99,13 @@ SHORT = (
                                     Call(4, 1024, algorithm=1, flags=SHARDED, **FP8))),
     Case("any_number", GFX950, 3, (Call(3, 520, dtype="Float16"),
                                    Call(2, 2880, dtype="Float16", values="nasty"))),
-    Case("wide", GFX942, 2, (Call(3, 7168), Call(2, 5120, values="nasty"))),
+    Case("wide", GFX942, 2, (Call(3, 7168), Call(2, 5120, values="nasty"),
+                              Call(2, 5760, flags=FLOAT32_RESIDUAL, values="nasty"))),
     Case("wide_two_shot", GFX950, 2, (Call(2, 7168, algorithm=1), Call(1, 16384, algorithm=1))),
     Case("gathered", GFX942, 2, (Call(5, 512, op=ALL_GATHER_ROWS, algorithm=1, dtype="Float32"),)),
     Case("sharded", GFX942, 2, (Call(5, 1000, algorithm=1, flags=SHARDED, dtype="Float32"),)),
-    Case("experts", GFX950, 2, (Call(3, 1024, experts=True), Call(2, 520, post_norm=True))),
+    Case("experts", GFX950, 2, (Call(3, 1024, experts=True), Call(2, 520, post_norm=True),
+                                Call(3, 2880, flags=FLOAT32_RESIDUAL))),
 )  # fmt: skip
 
 
