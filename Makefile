@@ -138,6 +138,7 @@ emulation: $(STAMPS)/run $(STAMPS)/test
 	$(BIN)/python tests/native/amd/emulator/run.py $(EMULATION_ARGS)
 
 lint: $(STAMPS)/lint
+	! git grep --line-number -E '^(<<<<<<<|>>>>>>>) ' # left by a merge
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

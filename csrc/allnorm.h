@@ -192,6 +192,9 @@ typedef enum AllnormCallFlags {
   // residual and residual_out are float32, and their sum is not rounded. With ADD_RMS_NORM and a
   // 16-bit dtype.
   ALLNORM_FLOAT32_RESIDUAL = 128,
+  // Results contain only this rank's rows, like residual_out, and no finished row is sent to a
+  // peer. With ALLNORM_RESIDUAL_SHARDED in an ADD_RMS_NORM; not with ALLNORM_ISLAND_SUMS.
+  ALLNORM_NO_GATHER = 256,
 } AllnormCallFlags;
 
 // The record of a failed wait. Operation numbers count the launches on a communicator and wrap at

@@ -29,18 +29,18 @@ BOUNDARY = (
     "bool experts=False, Tensor? expert_index=None, Tensor? expert_weights=None, "
     "Tensor? shared=None"
 )
-PREFETCH = "Tensor? prefetch=None"
+LAST = "Tensor? prefetch=None, bool gather=True"
 SCHEMAS = {
     "all_reduce": ('allnorm::all_reduce(Tensor x, str comm_name, str algorithm="auto") -> Tensor'),
     "all_reduce_add_rms_norm": (
         "allnorm::all_reduce_add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, "
         "float weight_bias, str numerics, str comm_name, bool residual_sharded=False, "
-        f"{LATER}, {BOUNDARY}, {PREFETCH}) -> (Tensor, Tensor)"
+        f"{LATER}, {BOUNDARY}, {LAST}) -> (Tensor, Tensor)"
     ),
     "all_reduce_add_rms_norm_quant": (
         "allnorm::all_reduce_add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, "
         f"float eps, {QUANT}, float weight_bias, str numerics, str comm_name, "
-        f"bool residual_sharded=False, {LATER}, {BOUNDARY}, {PREFETCH}) -> {FOUR}"
+        f"bool residual_sharded=False, {LATER}, {BOUNDARY}, {LAST}) -> {FOUR}"
     ),
     "all_gather_rows": (
         "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, "
@@ -146,7 +146,14 @@ def test_opcheck(rank: int, world_size: int) -> None:
     ops, wide, norm = torch.ops.allnorm, x.repeat(1, 2)[:, :64], (a["weight"], 1e-6, 0.0, "rounded")
     for residual, rows in ((a["residual"], None), (None, rows_of(c, 5))):
         arguments = (x, residual, *norm, c.name, True, rows)
-        torch.library.opcheck(ops.all_reduce_add_rms_norm.default, arguments)
+        for gather in (True, False):
+            torch.library.opcheck(
+                ops.all_reduce_add_rms_norm.default, arguments, {"gather": gather}
+            )
+            for spec in specs(device()):
+                quant = (*quants.op_arguments(spec), True)
+                quantized = (*arguments[:4], *quant, *arguments[4:])
+                torch.library.opcheck(fused, quantized, {"gather": gather})
     torch.library.opcheck(ops.all_gather_rows.default, (a["residual"], 5, c.name))
     for first, residual in ((x, x.clone()), (x, None), (wide, wide.clone())):
         torch.library.opcheck(ops.all_reduce.default, (first, c.name))

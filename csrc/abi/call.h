@@ -32,6 +32,10 @@ inline bool is_sharded(const AllnormCall& call) {
   return call.op == ALLNORM_ALL_GATHER_ROWS ||
          (is_norm(call) && (call.flags & ALLNORM_RESIDUAL_SHARDED) != 0);
 }
+// Returns whether each rank keeps the rows that it finishes, and sends them to no peer.
+inline bool keeps_rows(const AllnormCall& call) {
+  return is_norm(call) && (call.flags & ALLNORM_NO_GATHER) != 0;
+}
 // Returns whether the rows describe calls that do not use this exchange.
 inline bool is_announcement(const AllnormCall& call) {
   return (call.flags & ALLNORM_ANNOUNCEMENT) != 0;

@@ -10,7 +10,7 @@
 namespace allnorm {
 namespace {
 
-constexpr int32_t kCallFlags = 2 * ALLNORM_FLOAT32_RESIDUAL - 1;  // all flags
+constexpr int32_t kCallFlags = 2 * ALLNORM_NO_GATHER - 1;  // all flags
 
 int32_t check_struct(const char* name, uint32_t given, size_t expected) {
   if (given == expected) return ALLNORM_OK;
@@ -125,7 +125,7 @@ int32_t check_call(const AllnormCall* call) {
     return invalid("num_blocks", call->num_blocks, "0 (the library chooses) or more");
   }
   if ((call->flags & ~kCallFlags) != 0) {
-    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 255");
+    return invalid("flags", call->flags, "a sum of AllnormCallFlags, 0 to 511");
   }
   if (call->top_k < 0 || call->top_k > 16) {
     return invalid("top_k", call->top_k, "0 (x is dense) to 16");
@@ -194,6 +194,11 @@ int32_t check_algorithm(const AllnormCall& call) {
   }
   if (call.algorithm == ALLNORM_ONE_SHOT && is_norm(call) && is_sharded(call)) {
     return invalid("algorithm", call.algorithm, "TWO_SHOT (1) for a sharded residual");
+  }
+  if (keeps_rows(call) && (!is_sharded(call) || takes_sums(call))) {
+    return invalid("flags", call.flags,
+                   "ALLNORM_RESIDUAL_SHARDED (2) and no ALLNORM_ISLAND_SUMS (32) with "
+                   "ALLNORM_NO_GATHER (256)");
   }
   if (call.algorithm == ALLNORM_ONE_SHOT && is_hierarchical(call)) {
     return invalid("algorithm", call.algorithm, "TWO_SHOT (1) for sums of islands");

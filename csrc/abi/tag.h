@@ -25,9 +25,9 @@ inline uint64_t hash_of_change(const AllnormCall& call) {
 }
 
 // Encodes the arguments that change results but not messages: the weight dtype, the scale format,
-// and a hash of eps, weight_bias, step 1c, whether scales are in tiles and whether the residual is
-// float32. Different calls collide with probability 2^-21; calls that differ only in tiles or only
-// in the dtype of the residual never collide.
+// and a hash of eps, weight_bias, step 1c, whether scales are in tiles, whether the residual is
+// float32, and whether rows are gathered. Different calls collide with probability 2^-21; calls
+// that differ only in one of the last three never collide.
 inline uint32_t call_details(const AllnormCall& call) {
   if (makes_sums(call)) return 1;  // an ALL_REDUCE of island sums has 0
   if (!is_norm(call)) return 0;
@@ -37,6 +37,7 @@ inline uint32_t call_details(const AllnormCall& call) {
   if (changes_sum(call)) hash ^= hash_of_change(call);
   if (is_swizzled(call)) hash ^= 0xd6e8feb86659fd93u;
   if (has_float32_residual(call)) hash ^= 0xa5a3564e27f8862fu;
+  if (keeps_rows(call)) hash ^= 0xa0761d6478bd642fu;
   const uint32_t format = is_quantized(call) ? static_cast<uint32_t>(call.scale_format) : 0;
   return static_cast<uint32_t>(hash >> 43) | format << 21 |
          static_cast<uint32_t>(call.weight_dtype == ALLNORM_FLOAT32) << 23;

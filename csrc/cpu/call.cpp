@@ -31,7 +31,7 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
 
 // Returns the number of bytes that peers read per row finished by its owner.
 FinishedRow finished_row(const AllnormCall& call) {
-  if (makes_sums(call)) return {};
+  if (makes_sums(call) || keeps_rows(call)) return {};
   // Every rank has the whole residual, so the owner sends the sum.
   if (takes_sums(call) && !is_sharded(call)) {
     return {.normed_bytes = call.hidden_size * element_bytes(call.dtype)};
@@ -201,11 +201,11 @@ RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
   return task;
 }
 
-void zero_scale_padding(const AllnormCall& call) {
+void zero_scale_padding(const AllnormCall& call, int64_t num_rows) {
   const int64_t scales = scales_per_row(call);
-  if (scales == 0 || call.num_tokens == 0) return;
+  if (scales == 0 || num_rows == 0) return;
   if (is_swizzled(call)) {
-    const int64_t tiles = scale_tiles(call), end = call.first_scale_row + call.num_tokens;
+    const int64_t tiles = scale_tiles(call), end = call.first_scale_row + num_rows;
     auto* const data = static_cast<std::byte*>(call.scale);
     const auto zero = [&](int64_t row, int64_t first_group) {
       for (int64_t group = first_group; group < tiles * kTileGroups; ++group) {
@@ -226,9 +226,9 @@ void zero_scale_padding(const AllnormCall& call) {
     }
   };
   if (packed && scales % 4 != 0) {
-    for (int64_t row = 0; row < call.num_tokens; ++row) zero(row, words - 1);
+    for (int64_t row = 0; row < num_rows; ++row) zero(row, words - 1);
   }
-  for (int64_t i = 0; i < call.scale_padding_rows; ++i) zero(call.num_tokens + i, 0);
+  for (int64_t i = 0; i < call.scale_padding_rows; ++i) zero(num_rows + i, 0);
 }
 
 void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) {
@@ -238,7 +238,9 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
   if (makes_sums(call)) {
     return fill_nan(sums_out(call, done), num_own - done, call.hidden_size, sizeof(float));
   }
-  if (uses_owners(call)) {
+  if (keeps_rows(call)) {
+    fill_outputs_nan(call, done, num_own);
+  } else if (uses_owners(call)) {
     for (int owner = 0; owner < world_size; ++owner) {
       const RowRange rows = row_shard(call.num_tokens, world_size, owner);
       fill_outputs_nan(call, rows.begin + done, rows.end);
@@ -264,7 +266,7 @@ int32_t run_local(const AllnormCall& call) {
     sources[i] = x_rows(call, 0);
     if (i > 0) sources[i].data += i * call.source_stride * element_bytes(call.dtype);
   }
-  zero_scale_padding(call);
+  zero_scale_padding(call, call.num_tokens);
   RowTask task = row_task(call, 0, 0);
   task.sources = sources;
   task.num_sources = call.num_sources;

@@ -34,9 +34,9 @@ ExpertRows expert_rows(const AllnormCall& call, int64_t token);
 // The caller sets sources and num_rows.
 RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row);
 
-// Zeroes the scales that no row kernel writes: those of padding rows, and the bytes of groups that
-// do not exist.
-void zero_scale_padding(const AllnormCall& call);
+// Zeroes the scales that no row kernel writes: those of padding rows, which follow `num_rows` rows,
+// and the bytes of groups that do not exist.
+void zero_scale_padding(const AllnormCall& call, int64_t num_rows);
 
 // Fills every output with NaN from row `first` on, in processing order, so that nothing looks like
 // a result after a failure.

@@ -10,8 +10,8 @@
 //           with step 2.
 //   step 2  (two_shot) the sums of the rows it owns. Then it publishes 2e + 2, after which peers
 //           read them. (sharded) instead of sums, the finished rows that it owns: normed, quantized
-//           or both. (sum_rows) nothing is written or published, because only this rank uses the
-//           sums.
+//           or both. (sum_rows, kept) nothing is written or published, because only this rank
+//           uses the results.
 // Partials of rows that a rank owns itself are not written. `published` never decreases (by signed
 // distance), so a peer that is ahead, or runs a different algorithm, satisfies a wait too. Its tag
 // then shows whether it makes the same call. A rank that owns no row of a chunk still publishes.
@@ -251,6 +251,7 @@ bool CpuCommunicator::run_chunk(const Chunk& chunk) {
   if (chunk.call.op == ALLNORM_ALL_GATHER_ROWS) return all_gather(chunk);
   if (makes_sums(chunk.call)) return sum_rows(chunk);
   if (takes_sums(chunk.call)) return island_sums(chunk);
+  if (keeps_rows(chunk.call)) return kept(chunk);
   if (chunk.has_owners) return sharded(chunk);
   return in_one_hop ? one_shot(chunk) : two_shot(chunk);
 }
@@ -288,7 +289,7 @@ int32_t CpuCommunicator::run(const AllnormCall& call) {
   }
   float* const scratch = scratch_.reserve(call.hidden_size);
   if (scratch == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a scratch row");
-  zero_scale_padding(call);
+  zero_scale_padding(call, result_rows(call));
   const CallTag tag = call_tag(call, call.num_tokens);
   int64_t begin = 0;
   // A call without rows also exchanges tags, so that a rank with a different number of rows is
@@ -323,8 +324,14 @@ bool CpuCommunicator::record(AllnormStatus status, int peer, uint32_t seen_op, c
   return false;
 }
 
+int64_t CpuCommunicator::result_rows(const AllnormCall& call) const {
+  if (!keeps_rows(call)) return call.num_tokens;
+  const RowRange own = row_shard(call.num_tokens, config_.world_size, config_.rank);
+  return own.end - own.begin;
+}
+
 int32_t CpuCommunicator::refuse(const AllnormCall& call, int64_t first) {
-  zero_scale_padding(call);
+  zero_scale_padding(call, result_rows(call));
   fill_nan(call, config_.world_size, config_.rank, first);
   if (fault_.status == ALLNORM_OK) {
     return fail(ALLNORM_CLOSED, "rank %d: another thread has closed the communicator",

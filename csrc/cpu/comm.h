@@ -69,11 +69,13 @@ class CpuCommunicator {
   bool one_shot(const Chunk& chunk);
   bool two_shot(const Chunk& chunk);
   bool sharded(const Chunk& chunk);
+  bool kept(const Chunk& chunk);
   bool sum_rows(const Chunk& chunk);
   bool island_sums(const Chunk& chunk);
   bool all_gather(const Chunk& chunk);
   OwnedRows owned_rows(const Chunk& chunk, int owner) const;
-  // Step 1 of two_shot and sharded. Sets `sources` to the partials of the rows that this rank owns.
+  // Step 1 of two_shot, sharded, kept and sum_rows. Sets `sources` to the partials of the rows that
+  // this rank owns.
   bool exchange_partials(const Chunk& chunk, ConstRows* sources);
   void copy_in(const Chunk& chunk, int64_t row, int64_t slot, int64_t count);
   void find_partials(const Chunk& chunk, int64_t row, int64_t slot, ConstRows* sources) const;
@@ -105,6 +107,8 @@ class CpuCommunicator {
   // Records a failure; `tag` is this rank's tag. Returns false.
   bool record(AllnormStatus status, int peer, uint32_t seen_op, const CallTag& tag);
   bool run_chunk(const Chunk& chunk);
+  // Returns the number of rows in the results of a call.
+  int64_t result_rows(const AllnormCall& call) const;
   // Fails with the recorded failure. Fills rows from `first` on with NaN.
   int32_t refuse(const AllnormCall& call, int64_t first);
 

@@ -147,6 +147,15 @@ bool CpuCommunicator::sharded(const Chunk& chunk) {
   return for_each_owner(chunk, 2, [&](int owner) { copy_out(chunk, owner); });
 }
 
+// Finishes the rows that this rank owns, which no peer reads.
+bool CpuCommunicator::kept(const Chunk& chunk) {
+  const OwnedRows own = owned_rows(chunk, config_.rank);
+  ConstRows sources[kMaxWorldSize];
+  if (!exchange_partials(chunk, sources)) return false;
+  run_rows(chunk, own.residual_row, own.residual_row, own.count, sources, config_.world_size);
+  return true;
+}
+
 // Before the exchange between islands: computes the sums of the rows that this rank owns.
 bool CpuCommunicator::sum_rows(const Chunk& chunk) {
   const OwnedRows own = owned_rows(chunk, config_.rank);

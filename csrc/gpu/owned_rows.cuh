@@ -2,7 +2,8 @@
 // gpu/transports/row_owners.cuh describes the data that crosses the link. The owner of a row sums
 // its partials and pushes to all peers
 //  two_shot of many rows   the sum: every rank adds and norms every row (Owned::kSum)
-//  sharded residual        the finished row: only its owner has the residual (kFinished)
+//  sharded residual        the finished row: only its owner has the residual (kFinished). If
+//                          results are not gathered (keeps_rows), it pushes nothing
 //  all_gather_rows         the row itself, which is already finished (kGiven)
 // Calls over several islands (Features::islands): before the exchange between islands, the owner of
 // a row keeps the sum and pushes nothing (kFinished). After it, no rank sends partials. The owner
@@ -189,23 +190,26 @@ class OwnedRows {
       }
       epilogue_.add_row(here.local, sum);
       if (kFeatures.post_step && !epilogue_.norms()) return;
-      publish_and_store(slot, here.row, epilogue_.finish());
+      publish_and_store(slot, all_.keeps_rows ? here.local : here.row, epilogue_.finish());
     } else {
       owners_.publish(slot, own);
       epilogue_.store_row(here.row, own);
     }
   }
 
+  // Publishes the row unless results are not gathered.
   __device__ __forceinline__ void publish_and_store(int slot, int64_t row, const Pack& y) {
+    const bool publishes =
+        kOwned != Owned::kFinished || ALLNORM_FAULT(kept_rows_published, true, !all_.keeps_rows);
     if constexpr (kSendsPacked) {
       if (!all_.sends_normed) {
         const auto packed = epilogue_.format()(y);
-        owners_.publish(slot, packed, epilogue_.format());
+        if (publishes) owners_.publish(slot, packed, epilogue_.format());
         epilogue_.format().store(row, packed, all_.fused.epilogue.policy);
         return;
       }
     }
-    owners_.publish(slot, y);
+    if (publishes) owners_.publish(slot, y);
     epilogue_.store_row(row, y);
   }
 
@@ -219,6 +223,7 @@ class OwnedRows {
     }
     // The sums of this island stay on their owners.
     if (kFeatures.islands && kOwned == Owned::kFinished && islands_.makes()) return;
+    if (kOwned == Owned::kFinished && all_.keeps_rows) return;
     // Without a norm the only result is the residual, which also stays on its owner.
     if (kFeatures.post_step && kOwned == Owned::kFinished && !epilogue_.norms()) return;
     if constexpr (kSendsPacked) {

@@ -193,6 +193,7 @@ struct OwnedRowsParams {
   int64_t first_index;
   int64_t total_rows;
   bool sends_normed;  // whether finished rows cross the link as y, not quantized
+  bool keeps_rows;    // whether results have only this rank's rows, numbered like the residual's
   IslandParams islands;
 };
 

@@ -162,8 +162,10 @@ struct SlotBytes {
   int64_t rows;
 };
 inline SlotBytes owned_rows_bytes(int world_size, const AllnormCall& call) {
-  const bool sends_quantized = is_sharded(call) && is_quantized(call) && call.out == nullptr;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
+  // Partials only.
+  if (keeps_rows(call)) return {(world_size - 1) * packs * kPackBytes, world_size};
+  const bool sends_quantized = is_sharded(call) && is_quantized(call) && call.out == nullptr;
   // One byte per element, also with NVFP4, which sends the scales with the elements.
   const int64_t packed_bytes = sends_quantized ? call.hidden_size / packs : kPackBytes;
   const ShardedLayout layout = {
@@ -296,7 +298,10 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   params.fused.x = x_params(call, 0);
   params.fused.experts = expert_params(call, 0);
   params.fused.prefetch = prefetch_params(call, first);
-  params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, last));
+  const RowRange own = row_shard(call.num_tokens, config.world_size, config.rank);
+  params.keeps_rows = keeps_rows(call);
+  const int64_t result_rows = params.keeps_rows ? own.end - own.begin : call.num_tokens;
+  params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, result_rows, last));
   params.first_index = first;
   params.total_rows = call.num_tokens;
   params.sends_normed = is_quantized(call) && call.out != nullptr;

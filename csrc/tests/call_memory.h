@@ -59,6 +59,7 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   const bool gathers = call.op == ALLNORM_ALL_GATHER_ROWS;
   const Wide rows = call.num_tokens, own_rows = shard.end - shard.begin;
   const Wide held = sharded ? own_rows : rows;
+  const Wide results = !local && keeps_rows(call) ? own_rows : rows;
   const auto add = [&](size_t pointer, bool written, Wide count, int64_t stride, int dtype) {
     const Wide width = element_bytes(dtype);
     const Piece piece = {pointer, written, call.hidden_size * width, count, stride * width};
@@ -75,7 +76,7 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   if (makes_sums(call)) {
     add(offsetof(AllnormCall, out), true, own_rows, call.out_stride, ALLNORM_FLOAT32);
   } else {
-    add(offsetof(AllnormCall, out), true, rows, call.out_stride, call.dtype);
+    add(offsetof(AllnormCall, out), true, results, call.out_stride, call.dtype);
   }
   if (experts) {
     add(offsetof(AllnormCall, shared), false, rows, call.shared_stride, call.dtype);
@@ -98,10 +99,10 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   };
   add_weight(offsetof(AllnormCall, weight), call.weight_dtype);
   add_weight(offsetof(AllnormCall, post_weight), call.post_weight_dtype);
-  if (!is_quantized(call)) return pieces;
+  if (!is_quantized(call) || results == 0) return pieces;
   pieces.push_back({offsetof(AllnormCall, quantized), true,
                     call.quant == ALLNORM_QUANT_NVFP4 ? call.hidden_size / 2 : call.hidden_size,
-                    rows, call.quantized_stride});
+                    results, call.quantized_stride});
   const int64_t scales = scales_per_row(call);
   const bool packed = call.scale_format == ALLNORM_SCALE_UE8M0_PACKED;
   const Wide scale_bytes = call.quant == ALLNORM_QUANT_NVFP4 ? 1 : 4;
@@ -111,10 +112,10 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
   }
   if ((call.flags & ALLNORM_SWIZZLED_SCALES) != 0) {
     // All tiles up to the last one; rows_test checks which of their bytes are written.
-    const Wide end = static_cast<Wide>(call.first_scale_row) + rows + call.scale_padding_rows;
+    const Wide end = static_cast<Wide>(call.first_scale_row) + results + call.scale_padding_rows;
     scale.columns = (end + 127) / 128 * ((scales + 3) / 4) * 512;
   } else if (scales != 0) {
-    scale.rows = rows + call.scale_padding_rows;
+    scale.rows = results + call.scale_padding_rows;
     scale.stride = scale_bytes * static_cast<Wide>(call.scale_row_stride);
     scale.far = packed ? (scales + 3) / 4 : scales;
     scale.far_stride = scale_bytes * static_cast<Wide>(call.scale_group_stride);
@@ -213,6 +214,7 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   call.algorithm = static_cast<int32_t>(random.below(2));
   if (!local && call.algorithm == ALLNORM_TWO_SHOT && random.below(2) != 0) {
     call.flags |= ALLNORM_RESIDUAL_SHARDED;
+    if (call.hidden_size % 3 == 0 && is_norm(call)) call.flags |= ALLNORM_NO_GATHER;
   }
   call.num_sources = local ? static_cast<int32_t>(1 + random.below(3)) : 1;
 
@@ -236,7 +238,8 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   const bool sums = call.op == ALLNORM_ADD_RMS_NORM || (local && call.op == ALLNORM_ALL_REDUCE);
   if (sums && random.below(3) == 0) {
     draw_experts(call, random, arena);
-  } else if (call.op != ALLNORM_ALL_GATHER_ROWS && !no_norm && random.below(3) == 0) {
+  } else if (call.op != ALLNORM_ALL_GATHER_ROWS && !no_norm && random.below(3) == 0 &&
+             !keeps_rows(call)) {
     call.out = const_cast<void*>(call.x);
     call.out_stride = call.x_stride;
   }

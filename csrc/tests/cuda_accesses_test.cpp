@@ -46,6 +46,7 @@ const Parts kOneShot = {{"one_shot_send"}, {"one_shot_own"}, {}};
 const Parts kTwoShot = {{"two_shot_send"}, {"two_shot_own"}, {"two_shot_receive"}};
 const Parts kSumsOfOwners = {{"owners_send"}, {"owners_own", "rows_own"}, {"rows_receive"}};
 const Parts kPackedRows = {{"owners_send"}, {"owners_own", "packed_own"}, {"packed_receive"}};
+const Parts kKeptRows = {{"owners_send"}, {"owners_own"}, {"no_part"}};
 const Parts kGivenRows = {{}, {"rows_own"}, {"rows_receive"}};
 
 // Consecutive operations of all ranks with the same kernel.
@@ -293,6 +294,8 @@ std::vector<Case> cases() {
   const auto finished = &owned<Owned::kFinished, Plain>;
   const auto nvfp4 = &owned<Owned::kFinished, AnyQuantized, kExtendedDense>;
   const AllnormCall finished_rows = sharded(ALLNORM_QUANT_NONE);
+  AllnormCall kept = sharded(ALLNORM_QUANT_PER_GROUP);
+  kept.flags |= ALLNORM_NO_GATHER;
   constexpr uint32_t kE4m3Nans = kNanE4m3 * 0x01010101u, kNvFp4Nan = uint32_t{kNanE4m3} << 16;
   return {
       {"one row ahead", kOneShot, one_shot, one_row_ahead},
@@ -306,6 +309,7 @@ std::vector<Case> cases() {
       {"packed rows", kPackedRows, sharded(ALLNORM_QUANT_PER_GROUP), &owned<Owned::kFinished, E4m3>,
        kE4m3Nans},
       {"NVFP4 rows", kPackedRows, sharded(ALLNORM_QUANT_NVFP4), nvfp4, kNvFp4Nan},
+      {"kept rows", kKeptRows, kept, &owned<Owned::kFinished, E4m3>},
       {"given rows", kGivenRows, gather, &owned<Owned::kGiven, Plain>},
       // The first operation and large operations return slots. Later operations that take a unit do
       // not.

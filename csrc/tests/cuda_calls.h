@@ -75,6 +75,7 @@ inline AllnormCall make_call(Random& random) {
   if (!is_norm(call)) return call;
   if (random.below(3) == 0) {
     call.flags |= ALLNORM_RESIDUAL_SHARDED;
+    if (call.hidden_size % 3 == 0) call.flags |= ALLNORM_NO_GATHER;
     call.algorithm = ALLNORM_TWO_SHOT;
   }
   if (!ends_with_sum(call) && random.below(3) != 0) random_quant(call, random);
@@ -139,7 +140,8 @@ inline Operation make_operation(int world_size, Random& random, const AllnormCal
     op.residual_out.emplace_back(residual_dtype(call), is_sharded(call) ? own : call.num_tokens,
                                  call.hidden_size, 16);
     if (!ends_with_sum(call) && (normed || !is_quantized(call))) {
-      op.out.emplace_back(call.dtype, call.num_tokens, call.hidden_size, 8);
+      op.out.emplace_back(call.dtype, keeps_rows(call) ? own : call.num_tokens, call.hidden_size,
+                          8);
     }
     if (is_quantized(call)) op.quantized.emplace_back(call, layout, 16, given_scale);
   }
@@ -287,6 +289,7 @@ inline int64_t count_wrong(const Operation& op, int rank, int64_t row,
   if (call.op == ALLNORM_ALL_GATHER_ROWS) {
     return wrong_in(op.out[r], row, row_of(op.x[static_cast<size_t>(owner)], local));
   }
+  if (keeps_rows(call) && owner != rank) return 0;
   if (makes_sums(call)) {
     int64_t wrong = 0;
     for (int64_t i = 0; i < call.hidden_size && owner == rank; ++i) {
@@ -309,14 +312,18 @@ inline int64_t count_wrong(const Operation& op, int rank, int64_t row,
   if (op.post_weight != nullptr) post_weight = row_of(*op.post_weight, 0);
   const Expected expected =
       reference_row(call, sources, residual, row_of(*op.weight, 0), post_weight);
-  int64_t wrong = op.out.empty() ? 0 : wrong_in(op.out[r], row, expected.out);
+  const int64_t result_row = keeps_rows(call) ? local : row;
+  int64_t wrong = op.out.empty() ? 0 : wrong_in(op.out[r], result_row, expected.out);
   if (is_norm(call) && (!is_sharded(call) || owner == rank)) {
     const int64_t at = is_sharded(call) ? local : row;
     wrong += wrong_in(op.residual_out[r], at, expected.residual_out);
   }
   if (is_quantized(call)) {
-    wrong +=
-        op.quantized[r].count_wrong(call, row, reference_quantize(call, expected.out), allowed);
+    AllnormCall held = call;
+    const RowRange own = row_shard(call.num_tokens, world_size, rank);
+    if (keeps_rows(call)) held.num_tokens = own.end - own.begin;
+    wrong += op.quantized[r].count_wrong(held, result_row, reference_quantize(call, expected.out),
+                                         allowed);
   }
   return wrong;
 }

@@ -48,7 +48,9 @@ void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int6
   call.algorithm = static_cast<int32_t>(random.below(2));
   if (is_norm(call) && call.algorithm == ALLNORM_TWO_SHOT && random.below(3) != 0) {
     call.flags |= ALLNORM_RESIDUAL_SHARDED;
+    if (seed % 3 == 0) call.flags |= ALLNORM_NO_GATHER;
   }
+  const bool keeps = keeps_rows(call);
   const bool with_residual = random.below(3) != 0;
   const bool with_out = is_quantized(call) ? random.below(2) != 0 : !no_norm;
   const int layout = static_cast<int>(random.below(QuantMemory::kNumLayouts));
@@ -72,8 +74,13 @@ void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int6
     });
     for (int64_t row = 0; row < tokens; ++row) set_row(all, r * tokens + row, of.partial(row));
   }
+  const RowRange shard =
+      is_sharded(call) ? row_shard(tokens, world_size, rank) : RowRange{0, tokens};
+  const int64_t own = shard.end - shard.begin;
+  const RowRange results = keeps ? shard : RowRange{0, tokens};
+  const int64_t num_results = results.end - results.begin;
   const auto set_weights = [&](AllnormCall& to) {
-    to.num_tokens = tokens;
+    to.num_tokens = num_results;
     if (post_norm) to.post_weight = post_weight.data();
     if (no_norm) to.weight = nullptr;
     if (no_norm) to.out = nullptr;
@@ -82,31 +89,31 @@ void random_sum(AllnormComm* comm, int rank, int world_size, uint64_t seed, int6
   AllnormCall local = call;
   set_tensors(local, all, with_residual ? &residual : nullptr, weight, want, want_residual);
   set_weights(local);
+  local.x = &all.bytes[all.at(results.begin, 0)];
+  if (with_residual) local.residual = &residual.bytes[residual.at(results.begin, 0)];
   local.num_sources = world_size;
   local.source_stride = tokens * hidden;
   QuantMemory want_quant(local, layout, gap);
   check(allnorm_local(&local) == ALLNORM_OK, "local: %s", allnorm_last_error());
 
-  const RowRange shard =
-      is_sharded(call) ? row_shard(tokens, world_size, rank) : RowRange{0, tokens};
-  const int64_t own = shard.end - shard.begin;
   Matrix x = rows_of(all, rank * tokens, tokens, gap);
   Matrix own_residual = rows_of(residual, shard.begin, own, gap);
   Matrix out(dtype, tokens, hidden, gap), residual_out(wide, own + 1, hidden);
   const bool in_place = random.below(3) == 0;
-  Matrix& got = in_place ? x : out;
+  Matrix& got = in_place && !keeps ? x : out;
   Matrix& got_residual = in_place && with_residual ? own_residual : residual_out;
   set_tensors(call, x, with_residual ? &own_residual : nullptr, weight, got, got_residual);
   set_weights(call);
   if (!with_out) call.out = nullptr;
   experts[static_cast<size_t>(rank)].attach(call);
   QuantMemory quant(call, layout, gap);
+  call.num_tokens = tokens;
   const std::vector<uint8_t> x_before = x.bytes;
   check(allnorm_run(comm, &call) == ALLNORM_OK, "run: %s", allnorm_last_error());
-  check(in_place || x.bytes == x_before, "x was modified");
-  const bool right_out = !with_out || same_rows(got, want, 0, tokens);
+  check((in_place && !keeps) || x.bytes == x_before, "x was modified");
+  const bool right_out = !with_out || same_rows(got, want, 0, num_results);
   const bool right_residual =
-      !is_norm(call) || same_rows(got_residual, want_residual, shard.begin, own);
+      !is_norm(call) || same_rows(got_residual, want_residual, shard.begin - results.begin, own);
   const bool right_bytes = !is_quantized(call) || quant.bytes == want_quant.bytes;
   const bool right_scales = !is_quantized(call) || quant.scales == want_quant.scales;
   check(

@@ -88,6 +88,9 @@ TEST(defects_of_calls) {
       {kGroups, "op is", [](Call& call) { call.op = ALLNORM_ALL_GATHER_ROWS; }},
       {kSharded, "algorithm", [](Call& call) { call.algorithm = -1; }},
       {kSharded, "algorithm", [](Call& call) { call.algorithm = ALLNORM_ONE_SHOT; }},
+      {kSharded, "flags", [](Call& call) { call.flags = ALLNORM_NO_GATHER; }},
+      {kSharded, "flags",
+       [](Call& call) { call.flags |= ALLNORM_NO_GATHER | ALLNORM_ISLAND_SUMS; }},
       {kGroups, "dtype", [](Call& call) { call.dtype = -1; }},
       {kGroups, "dtype", [](Call& call) { call.dtype = 3; }},
       {kGroups, "weight_dtype", [](Call& call) { call.weight_dtype = 3; }},
@@ -112,7 +115,7 @@ TEST(defects_of_calls) {
          call.residual_stride = int64_t{1} << 48;
        }},
       {kGroups, "flags", [](Call& call) { call.flags = 32; }},
-      {kGroups, "flags", [](Call& call) { call.flags = 256; }},
+      {kGroups, "flags", [](Call& call) { call.flags = 512; }},
       {kGroups, "FLOAT32_RESIDUAL",
        [](Call& call) {
          call.flags = ALLNORM_FLOAT32_RESIDUAL;

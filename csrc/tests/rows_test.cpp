@@ -117,7 +117,7 @@ void test_call(Random& random, int dtype, int64_t tokens, int64_t hidden_size) {
   for (int isa = 0; isa < kNumIsas; ++isa) {
     if (!kIsas[isa].available()) continue;
     run(kIsas[isa].name, [&] {
-      zero_scale_padding(call);
+      zero_scale_padding(call, call.num_tokens);
       RowTask task = row_task(call, 0, 0);
       std::vector<ConstRows> pointers;
       for (int r = 0; r < sources; ++r) pointers.push_back(x_rows(call, r * tokens));

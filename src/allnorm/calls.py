@@ -80,6 +80,7 @@ class Calls(abc.ABC):
         numerics: str | None = None,
         algorithm: str = "auto",
         residual_sharded: bool = False,
+        gather: bool = True,
         post_norm: PostNorm | None = None,
         scale: float = 1.0,
         out: torch.Tensor | None = None,
@@ -111,11 +112,13 @@ class Calls(abc.ABC):
                 "hierarchical" or "unfused". Results are bit-identical.
             residual_sharded: whether `residual` and `residual_out` are only this rank's rows,
                 [hi - lo, hidden_size] of `row_shard()`. Not with "one_shot".
+            gather: False, only with a sharded residual: `normed` too has only this rank's rows (the
+                input of a sequence-parallel region), so only partial sums cross the link.
             post_norm: norm of the reduced sum before the residual add (Gemma 2 to 4, GLM-4,
                 EXAONE 4, OLMo 2); the same on every rank.
             scale: factor of the reduced sum, or of its post norm, before the residual add, as
                 float32 (Granite, MiniCPM).
-            out: preallocated `normed`; may be `x` itself.
+            out: preallocated `normed`; may be `x` itself, except with `gather=False`.
             residual_out: preallocated `residual_out`, in the dtype of `residual`; may be `residual`
                 itself.
             prefetch: the weight that the next GEMM reads: any strided tensor on the same device. A
@@ -124,8 +127,9 @@ class Calls(abc.ABC):
 
         Returns:
             (normed, residual_out), in the shape of `x` unless sharded, contiguous unless
-            preallocated. `normed` has the dtype of `x` and all rows, and is None without a weight.
-            Results are bit-identical on every rank, for every algorithm and batch.
+            preallocated. `normed` has the dtype of `x` and all rows, with `gather=False`
+            [hi - lo, hidden_size], and is None without a weight. Rows are bit-identical on every
+            rank that has them, for every algorithm and batch.
 
         Raises the errors of `all_reduce`.
 
@@ -144,6 +148,7 @@ class Calls(abc.ABC):
             numerics=self.numerics if numerics is None else numerics,
             algorithm=algorithm,
             residual_sharded=residual_sharded,
+            gather=gather,
             post_norm=post_norm,
             scale=scale,
             prefetch=prefetch,
@@ -165,6 +170,7 @@ class Calls(abc.ABC):
         numerics: str | None = None,
         algorithm: str = "auto",
         residual_sharded: bool = False,
+        gather: bool = True,
         post_norm: PostNorm | None = None,
         scale: float = 1.0,
         quantized_out: torch.Tensor | None = None,
@@ -194,20 +200,23 @@ class Calls(abc.ABC):
             numerics: "rounded", "unrounded", "transformers" or "vllm"; None: the communicator's.
             algorithm: as for `all_reduce_add_rms_norm`.
             residual_sharded: whether the given and the returned residual are only this rank's rows.
+            gather: False, only with a sharded residual: all results have only this rank's rows, and
+                the scales the layout for that number of rows.
             post_norm: norm of the reduced sum before the residual add.
             scale: factor of the reduced sum, or of its post norm, as float32.
             quantized_out: preallocated `quantized`.
             scale_out: preallocated `scale`, from `allnorm.quant.empty_scale`.
             residual_out: preallocated `residual`; may be the given `residual` itself.
-            normed_out: preallocated `normed`, which is then returned; may be `x` itself.
+            normed_out: preallocated `normed`, which is then returned; may be `x` itself, except
+                with `gather=False`.
             prefetch: as for `all_reduce_add_rms_norm`.
 
         Returns:
             QuantizedNorm(quantized, scale, residual, normed): `quantized` is float8_e4m3fn in the
             shape of `x`, for NvFp4 uint8 of half the width. `scale` is as `quant` describes, for
             Fp8PerTensor the given tensor. `normed` is in the dtype of `x`, or None. All but a
-            sharded residual have all rows, bit-identical on every rank, for every algorithm and
-            batch.
+            sharded residual have all rows unless `gather=False`, bit-identical on every rank, for
+            every algorithm and batch.
 
         Raises the errors of `all_reduce`, and UnsupportedError if hidden_size is not a multiple of
         the group size.
@@ -225,6 +234,7 @@ class Calls(abc.ABC):
             numerics=self.numerics if numerics is None else numerics,
             algorithm=algorithm,
             residual_sharded=residual_sharded,
+            gather=gather,
             post_norm=post_norm,
             scale=scale,
             quant=quant,

@@ -214,11 +214,12 @@ class Communicator(Calls):
         scale: float = 1.0,
         experts: bool = False,
         residual_dtype: torch.dtype | None = None,
+        gather: bool = True,
     ) -> Plan:
         """Returns how a call with a norm would run, or raises what that call would raise.
 
-        Pure, not collective, the same on every rank. `post_norm`, `scale`, `experts` and
-        `residual_dtype` do not affect the algorithm.
+        Pure, not collective, the same on every rank. `post_norm`, `scale`, `experts`,
+        `residual_dtype` and `gather` do not affect the algorithm.
 
         Args:
             num_tokens: number of rows, >= 0.
@@ -232,6 +233,7 @@ class Communicator(Calls):
             scale: factor of the reduced sum.
             experts: whether `x` is an `ExpertSum`.
             residual_dtype: dtype of the residual: `dtype` or float32; None: `dtype`.
+            gather: whether results have all rows, with a sharded residual.
 
         Returns:
             The algorithm, the reason in one sentence, the number of launches, the source of the
@@ -257,6 +259,7 @@ class Communicator(Calls):
             algorithm=algorithm,
             post_norm=post_norm,
             scale=scale,
+            gather=gather,
         )
         return self._endpoint.choose(call)
 

@@ -69,6 +69,7 @@ def test_constants_distinguish_calls() -> None:
         *({name: 2} for name in ("eps", "weight_bias", "scale", "num_tokens")),
         *({name: "x"} for name in ("op", "numerics", "algorithm")),
         *({name: True} for name in ("residual_sharded", "return_normed")),
+        {"gather": False},
     )
     found = [Call(**base | change).constants for change in ({}, *changes)]
     assert len(set(found)) == len(found)

@@ -138,6 +138,10 @@ TOGGLES: dict[str, list[Toggle]] = {
     "weight_bias": [Toggle("weight_bias is", change={"weight_bias": 1.0})],
     "numerics": [Toggle("numerics is", change={"numerics": "vllm"})],
     "residual_sharded": [Toggle("algorithm is")],
+    "gather": [
+        Toggle("gather is", {"sharded": True}, {"gather": False}),
+        Toggle("gather is", {"sharded": True, "gather": False, **GROUPS}, {"gather": True}),
+    ],
     "quant": [
         Toggle("quantization is", GROUPS, {"quant": allnorm.Fp8PerGroup(64)}),
         Toggle("quantization is", GROUPS, {"quant": allnorm.Fp8PerToken()}),
@@ -198,6 +202,8 @@ def calls_of(field: str, toggle: Toggle, base: Case, last: bool, c: allnorm.Comm
         if other == base.algorithm or (base.sharded and other == "one_shot"):
             return None
         toggle = toggle._replace(change={"algorithm": other})
+    if case.sharded and base.algorithm == "one_shot":
+        return None
     if field == "residual_sharded":
         if base.algorithm == "one_shot":
             return None

@@ -18,6 +18,7 @@ SPECS = (
     allnorm.Fp8PerGroup(64, "column_major_tma"),
     allnorm.Fp8PerTensor(torch.tensor([0.05])),
 )
+MX = allnorm.MxFp8()
 
 
 @on(cpu=(1, 2, 3, 4), gpu=(1, 2, 3, 8))
@@ -48,6 +49,64 @@ def test_layers(rank: int, world_size: int, tokens: int) -> None:
     gathered = c.all_gather_rows(shard, tokens)
     assert_same_bits(gathered, whole, "the gathered residual")
     assert_ranks_agree(c, gathered)
+
+
+@on(cpu=(1, 2, 3, 4), gpu=(1, 2, 3, 8))
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 5, 7, 33])
+def test_layers_of_own_rows(rank: int, world_size: int, tokens: int) -> None:
+    """Keeps only this rank's rows from layer to layer; all results are preallocated."""
+    c = comm()
+    lo, hi = c.row_shard(tokens)
+    shard, whole = None, None
+    for layer in range(4):
+        case = Case((tokens, 320), call=layer)
+        xs, weight = case.xs(world_size), case.weight()
+        out = torch.empty(hi - lo, 320, dtype=case.dtype, device=c.device)
+        options = {"residual_sharded": True, "gather": False, "residual_out": torch.empty_like(out)}
+        if layer % 2:
+            found = c.all_reduce_add_rms_norm_quant(
+                xs[rank], shard, weight, 1e-6, MX, normed_out=out, **options
+            )
+            normed, shard = found.normed, found.residual
+            want = reference.quantize(normed, MX)
+            assert_same_bits(found.quantized, want[0], f"quantized of layer {layer}")
+            assert_same_bits(found.scale, want[1], f"scale of layer {layer}")
+        else:
+            normed, shard = c.all_reduce_add_rms_norm(
+                xs[rank], shard, weight, 1e-6, out=out, **options
+            )
+        assert normed is out
+        assert shard is options["residual_out"]
+        expected, whole = reference.all_reduce_add_rms_norm(xs, whole, weight, 1e-6)
+        assert_same_bits(normed, expected[lo:hi], f"normed of layer {layer}")
+        assert_same_bits(shard, whole[lo:hi], f"residual of layer {layer}")
+
+
+def test_reference_of_own_rows() -> None:
+    """The reference returns lists of all ranks' rows, and stores them."""
+    xs, weight = [torch.randn(5, 64) for _ in range(3)], torch.randn(64)
+    shards = reference.all_reduce_add_rms_norm(xs, None, weight, 1e-6, residual_sharded=True)[1]
+    whole, _ = reference.all_reduce_add_rms_norm(xs, torch.cat(shards), weight, 1e-6)
+    options = {"residual_sharded": True, "gather": False}
+    memory = [torch.empty_like(shard) for shard in shards]
+    normed, _ = reference.all_reduce_add_rms_norm(xs, shards, weight, 1e-6, out=memory, **options)
+    assert [rows.shape[0] for rows in normed] == [2, 2, 1]
+    assert all(mine is given for mine, given in zip(normed, memory, strict=True))
+    assert_same_bits(torch.cat(normed), whole, "normed")
+    for quant in (allnorm.Fp8PerToken(), allnorm.Fp8PerGroup(32), MX):
+        found = reference.all_reduce_add_rms_norm_quant(
+            xs, shards, weight, 1e-6, quant, True, **options
+        )
+        for rank, rows in enumerate(normed):
+            for mine, want in zip(
+                (found.quantized[rank], found.scale[rank]),
+                reference.quantize(rows, quant),
+                strict=True,
+            ):
+                assert_same_bits(mine, want, f"{quant} of rank {rank}")
+            assert_same_bits(found.normed[rank], rows, "normed")
+    with pytest.raises(ValueError, match="gather=False without residual_sharded"):
+        reference.all_reduce_add_rms_norm(xs, None, weight, 1e-6, gather=False)
 
 
 @on(cpu=(2, 5), gpu=(2, 8))
@@ -82,6 +141,11 @@ def test_refusals(rank: int, world_size: int) -> None:
             (shard.view(hi - lo, 1, 64), {}, ValueError, ("residual",)),
             (shard.float(), {}, TypeError, ("residual", "float32")),
             (shard, {"residual_sharded": 1.5}, TypeError, ("residual_sharded=1.5",)),
+            (shard, {"gather": 0}, TypeError, ("gather=0",)),
+            (
+                *(whole, {"gather": False, "residual_sharded": False}, ValueError),
+                ("gather=False", "residual_sharded=False", "row_shard()"),
+            ),
             (shard, {"residual_out": torch.empty_like(x)}, ValueError, ("residual_out", "(6, 64)")),
             (shard, {"residual_out": x[: hi - lo]}, ValueError, ("residual_out", "x")),
             (
@@ -124,6 +188,10 @@ def test_plans(rank: int, world_size: int) -> None:
     ):
         assert words in message_of(error, lambda: c.plan(*arguments))  # noqa: B023
     assert c.plan(3, 128, torch.bfloat16, return_normed=True).algorithm
+    own = c.plan(64, 128, torch.bfloat16, residual_sharded=True, gather=False)
+    assert own == c.plan(64, 128, torch.bfloat16, residual_sharded=True)
+    with pytest.raises(ValueError, match="gather=False with residual_sharded=False"):
+        c.plan(64, 128, torch.bfloat16, gather=False)
     same_on_every_rank(found)
 
 

@@ -9,6 +9,8 @@ import re
 
 import pytest
 
+from allnorm.core.operators import OPERATORS
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULES = [
     "allnorm",
@@ -94,3 +96,16 @@ def test_entries_are_public_documented_and_not_repeated() -> None:
         value = resolve(name)
         if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
             assert inspect.getdoc(value), name
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_signatures_of_operators(name: str) -> None:
+    """The page of operators has the parameters and defaults of every schema."""
+    text = (ROOT / ELSEWHERE["allnorm.ops"]).read_text()
+    found = re.search(rf"^{name}\(([^)]*)\)", text, re.MULTILINE)
+    assert found is not None
+    expected = [
+        str(parameter).removeprefix(f"{parameter.type} ")
+        for parameter in OPERATORS[name].parameters
+    ]
+    assert [part.strip() for part in found[1].split(",")] == expected

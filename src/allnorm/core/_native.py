@@ -26,7 +26,7 @@ QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
 SCALE_FORMAT = {name: code for code, name in enumerate(names.SCALE_FORMATS)}
 # AllnormCallFlags
 RESIDUAL_SHARDED, SCALED, NO_NORM, SWIZZLED_SCALES, ISLAND_SUMS, ANNOUNCEMENT = 2, 4, 8, 16, 32, 64
-FLOAT32_RESIDUAL = 128
+FLOAT32_RESIDUAL, NO_GATHER = 128, 256
 LATE_TRIGGER, NO_DEPENDENT_LAUNCH = 1, 2  # AllnormCommFlags
 NO_SHAPE = 0xFFFFFFFF  # in place of a CallShape: no call was announced
 MISSING_CALL = 0xFFFFFFFE  # in place of a CallShape: the rank could not launch its call

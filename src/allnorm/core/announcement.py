@@ -189,6 +189,8 @@ class Announcement:
             fields["format of the scales"] = names.SCALE_FORMATS[self["scale_format"]]
             swizzled = self["flags"] & _native.SWIZZLED_SCALES
             fields["layout of the scales"] = names.SWIZZLED if swizzled else "not swizzled"
+        if self["flags"] & _native.RESIDUAL_SHARDED:
+            fields["gather"] = str(not self["flags"] & _native.NO_GATHER)
         fields["post norm"] = "given" if self["post_weight"] else "none"
         if self["post_weight"]:
             fields["eps of the post norm"] = _text_of(self["post_eps"])

@@ -112,10 +112,16 @@ def check_norm_constants(call: Call) -> None:
     check_choice("numerics", call.numerics, NUMERICS)
     for name, flag in (
         ("residual_sharded", call.residual_sharded),
+        ("gather", call.gather),
         ("return_normed", call.return_normed),
     ):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}={flag!r}: expected True or False.")
+    if not call.gather and not call.residual_sharded:
+        raise ValueError(
+            "gather=False with residual_sharded=False: expected True, because each rank then adds "
+            "the residual only to its own rows. Pass the rows of row_shard() as the residual."
+        )
     for name, value in (
         ("eps", call.eps),
         ("weight_bias", call.weight_bias),

@@ -36,6 +36,7 @@ class Call:
     numerics: str = "rounded"  # rounding mode
     algorithm: str = "auto"  # requested algorithm
     residual_sharded: bool = False  # whether `residual` has only this rank's rows
+    gather: bool = True  # False: the results have only this rank's rows, like a sharded residual
     post_norm: PostNorm | None = None  # norm applied to the sum before the residual add
     scale: float = 1.0  # factor of the reduced sum, or of its post norm
     quant: Quant | None = None  # spec of the quantization
@@ -119,7 +120,8 @@ class Call:
             spec = type(spec)
         return (
             *(self.op, self.algorithm, self.eps, self.weight_bias, self.numerics),
-            *(self.residual_sharded, spec, layout, self.return_normed, self.num_tokens),
+            *(self.residual_sharded, self.gather, spec, layout, self.return_normed),
+            self.num_tokens,
             *(self.post_eps, self.post_weight_bias, self.scale, self.experts),
         )
 

@@ -17,7 +17,7 @@ Every island runs step 3 for all rows, so no finished row crosses between island
 is sharded, a piece consists of the rows that one island's ranks hold. Each block of launch A is
 then the `row_shard` of one of these ranks. Its residual rows are sent to the ranks with the same
 index in other islands beforehand. Those ranks finish the rows as well, but only the rank that holds
-the residual keeps the new residual.
+the residual keeps the new residual. If results are not gathered, only this rank finishes its rows.
 
 Ranks announce a call before it runs, as they do for unfused calls. So they all run the same steps
 with the same sizes. With GPUs on multiple hosts, they announce each kind of call only once. They
@@ -197,7 +197,7 @@ class _Run:
         sharded = prepared.shard is not None
         pieces = self._pieces(self._call.hidden_size)
         residuals = None
-        if sharded and residual is not None:
+        if sharded and residual is not None and prepared.gathers:
             residuals = self._gather_shards(rows_of(residual), prepared.num_tokens)
         partials = x
         if self._alone:
@@ -283,6 +283,8 @@ class _Run:
         memory: Memory,
     ) -> int:
         """Runs launch B of a piece."""
+        if not self._prepared.gathers:
+            return self._finish_own(number, sums, x.dtype)
         call = self._launch_b(lo, hi, sums)
         if self._prepared.shard is not None:
             self._shard_residual(call, number, residuals, x, sums.shape[1])
@@ -297,6 +299,19 @@ class _Run:
         status = self._run(call)
         rows.view(torch.uint8).copy_(apart.view(torch.uint8))
         return status
+
+    def _finish_own(self, number: int, sums: torch.Tensor, dtype: torch.dtype) -> int:
+        """Finishes this rank's rows, which no other rank needs, with the local kernel."""
+        if number != self._hierarchy.number:
+            return int(_native.OK)
+        if not self._alone:  # the local kernel reads no float32 sums of rows in 16 bits
+            sums = self._keep(sums.contiguous())
+            total = self._keep(chunks.add(self._library, self._call.stream, sums))
+            sums = self._keep(total.to(dtype)).unsqueeze(0)
+        call = self._launch_b(0, sums.shape[1], sums)
+        call.flags &= ~_native.ISLAND_SUMS
+        call.scale_padding_rows = self._call.scale_padding_rows
+        return int(self._library.local(ctypes.addressof(call)))
 
     def _pieces(self, hidden_size: int) -> list[tuple[int, int]]:
         prepared, hierarchy = self._prepared, self._hierarchy

@@ -125,9 +125,8 @@ def arguments(call: Call, comm_name: str, residual_rows: int | None) -> tuple[An
         if not isinstance(values[name], float | torch.SymFloat):
             values[name] = float(values[name])
     updates = call.post_norm is not None or call.experts or call.scale != 1
-    return tuple(
-        values[name] for name in _argument_names(call.op, updates or call.prefetch is not None)
-    )
+    has_rare = updates or call.prefetch is not None or not call.gather
+    return tuple(values[name] for name in _argument_names(call.op, has_rare))
 
 
 def _argument_names(op: str, has_rare: bool) -> tuple[str, ...]:
@@ -164,35 +163,36 @@ def result_like(call: Call, field: str, residual_rows: int | None) -> Like:
         source = "num_tokens rows as wide as residual_shard"
         return Like((call.num_tokens, x.shape[-1]), x.dtype, x.device, source)
     dtype = call.residual_dtype if field == "residual_out" else x.dtype
-    if field == "residual_out" and residual_rows is not None:
+    shape, source = call.shape, "[num_tokens, hidden_size]" if call.experts else "that of x"
+    if residual_rows is not None and (field == "residual_out" or not call.gather):
         source = "this rank's rows, as row_shard() gives them"
-        return Like((residual_rows, x.shape[-1]), dtype, x.device, source)
-    source = "[num_tokens, hidden_size]" if call.experts else "that of x"
+        shape = (residual_rows, x.shape[-1])
     if field == "quantized_out":
         assert call.quant is not None
-        shape = tuple(quantized_shape(call.quant, call.shape))
-        return Like(shape, quantized_dtype(call.quant), x.device, source)
-    return Like(call.shape, dtype, x.device, source)
+        narrow = tuple(quantized_shape(call.quant, shape))
+        return Like(narrow, quantized_dtype(call.quant), x.device, source)
+    return Like(shape, dtype, x.device, source)
 
 
 def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:
     x = call.x
     if not has_result(call, field):
         return x.new_empty(0, dtype=torch.float32 if field == "scale_out" else x.dtype)
-    if field == "scale_out":
-        assert call.quant is not None
-        geometry = scale_geometry(call.quant, call.rows, x.shape[-1])
-        assert geometry is not None
-        return geometry.empty(x.device)
-    if field == "residual_out" and call.residual_sharded and call.residual is not None:
-        residual = call.residual
-        return residual.new_empty(residual.shape)
-    if field == "residual_out" and call.residual_sharded and residual_rows is None:
+    if call.residual_sharded and call.residual is not None:
+        residual_rows = call.residual.shape[0]
+    if call.residual_sharded and residual_rows is None:
         raise ValueError(
             "residual_sharded without a residual, traced: expected residual_rows, the number of "
             "this rank's rows, hi - lo of row_shard()."
         )
-    like = result_like(call, field, residual_rows if call.residual_sharded else None)
+    rows = residual_rows if call.residual_sharded else None
+    if field == "scale_out":
+        assert call.quant is not None
+        count = call.rows if call.gather or rows is None else rows
+        geometry = scale_geometry(call.quant, count, x.shape[-1])
+        assert geometry is not None
+        return geometry.empty(x.device)
+    like = result_like(call, field, rows)
     return x.new_empty(like.shape, dtype=like.dtype)
 
 
@@ -240,7 +240,8 @@ _RESIDUAL_UPDATE = (
     Parameter("Tensor?", "shared", None),
 )
 _PREFETCH = Parameter("Tensor?", "prefetch", None)
-_RARE = frozenset(parameter.name for parameter in (*_RESIDUAL_UPDATE, _PREFETCH))
+_GATHER = Parameter("bool", "gather", True)
+_RARE = frozenset(parameter.name for parameter in (*_RESIDUAL_UPDATE, _PREFETCH, _GATHER))
 _FLOATS = ("eps", "weight_bias", "post_eps", "post_weight_bias", "scale")
 # The parameters that are fields or properties of a Call.
 _COPIED = (
@@ -257,11 +258,13 @@ OPERATORS = {
     for operator in (
         Operator("all_reduce", (_X, _COMM_NAME, _ALGORITHM), ("out",), "Tensor"),
         Operator(
-            "all_reduce_add_rms_norm", (*_NORM, *_AMONG_RANKS, *_RESIDUAL_UPDATE, _PREFETCH), *_TWO
+            "all_reduce_add_rms_norm",
+            (*_NORM, *_AMONG_RANKS, *_RESIDUAL_UPDATE, _PREFETCH, _GATHER),
+            *_TWO,
         ),
         Operator(
             "all_reduce_add_rms_norm_quant",
-            (*_NORM_QUANT, *_AMONG_RANKS, *_RESIDUAL_UPDATE, _PREFETCH),
+            (*_NORM_QUANT, *_AMONG_RANKS, *_RESIDUAL_UPDATE, _PREFETCH, _GATHER),
             *_FOUR,
         ),
         Operator(

@@ -72,6 +72,7 @@ def describe(call: Call) -> _native.Call:
 
 def _flags(call: Call) -> int:
     flags: int = _native.RESIDUAL_SHARDED if call.residual_sharded else 0
+    flags |= 0 if call.gather else _native.NO_GATHER
     flags |= _native.SCALED if call.scale != 1 else 0
     flags |= _native.FLOAT32_RESIDUAL if call.has_float32_residual else 0
     return flags | (_native.NO_NORM if call.weight is None else 0)
@@ -92,7 +93,8 @@ def as_launch_b(call: _native.Call) -> _native.Call:
     """Returns launch B of a hierarchical call: a copy that finishes the sums of all islands."""
     rest = _native.Call.from_buffer_copy(call)
     rest.algorithm = _native.ALGORITHM["two_shot"]
-    rest.flags |= _native.ISLAND_SUMS
+    # Rows that are not gathered are finished by the local kernel, in launches as large as these.
+    rest.flags = rest.flags & ~_native.NO_GATHER | _native.ISLAND_SUMS
     rest.top_k = rest.num_rows = 0
     rest.expert_index = rest.expert_weights = rest.shared = None
     return rest
@@ -145,6 +147,7 @@ class PreparedCall:
 
     Attributes:
         native: the C call, with the addresses and stream of the latest bound call.
+        gathers: whether the results other than a sharded residual have all rows.
         scale: layout of the scales that the call writes; None if it writes none.
         results: the results in the order of return; None for a field that is not a result.
         repeated: data with which csrc/python repeats the call; None if it cannot, "" if not
@@ -157,7 +160,7 @@ class PreparedCall:
     def __init__(self, call: Call, plan: Plan, shard: tuple[int, int] | None = None) -> None:
         arguments.check_own(call, shard)
         self.plan, self.shard, self.op = plan, shard, call.op
-        self.num_tokens = call.rows
+        self.num_tokens, self.gathers = call.rows, call.gather
         self.scale: ScaleGeometry | None = None
         self.repeated: Any = ""
         self._is_cuda = call.x.device.type == "cuda"
@@ -187,7 +190,11 @@ class PreparedCall:
 
     def _prepare_scale(self, call: Call) -> None:
         assert call.quant is not None
-        geometry = scale_geometry(call.quant, self.num_tokens, call.x.shape[-1])
+        num_rows = self.num_tokens
+        if not self.gathers:
+            assert self.shard is not None
+            num_rows = self.shard[1] - self.shard[0]
+        geometry = scale_geometry(call.quant, num_rows, call.x.shape[-1])
         assert geometry is not None
         native = self.native
         if not geometry.tiles:
@@ -199,13 +206,13 @@ class PreparedCall:
     def _results(self, call: Call) -> list[Result | None]:
         x = call.x
         own = Like.of(call, self.shard)._replace(dtype=call.residual_dtype)
-        whole = Like.of(call, None)
+        whole = Like.of(call, None if self.gathers else self.shard)
         if call.op == "all_gather_rows":
             source = "num_tokens rows as wide as residual_shard"
             whole = Like((self.num_tokens, x.shape[-1]), x.dtype, x.device, source)
             return [Result("out", "out", whole, _contiguous(whole.shape))]
         in_place = call.op.startswith("all_reduce")
-        may_share = "x" if in_place and not call.experts else ""
+        may_share = "x" if in_place and self.gathers and not call.experts else ""
         normed = Result("out", "out", whole, _contiguous(whole.shape), may_share)
         if not call.has_norm:
             return [normed]
@@ -215,7 +222,7 @@ class PreparedCall:
             return [normed if call.weight is not None else None, residual]
         assert call.quant is not None
         narrow = quantized_shape(call.quant, whole.shape)
-        source = "that of x" if narrow == whole.shape else "two columns of x in each of its own"
+        source = whole.source if narrow == whole.shape else "two columns of x in each of its own"
         quantized = Like(tuple(narrow), quantized_dtype(call.quant), x.device, source)
         scale = None
         if self.scale is not None:
@@ -323,16 +330,19 @@ class PreparedCall:
         some = weight or post_weight
         native.x = x or out or some
         native.residual = 0 if call.residual is None else residual or some
-        native.weight, native.out, native.post_weight = weight, out, post_weight
+        native.weight, native.post_weight = weight, post_weight
+        native.out = (out or some) if "out" in memory else 0
         native.residual_out = residual_out or some
         native.expert_index = 0 if call.expert_index is None else index or some
         native.expert_weights = 0 if call.expert_weights is None else weights or some
         native.shared = 0 if call.shared is None else shared or some
-        native.quantized = _address(memory.get("quantized_out"))
+        quantized = memory.get("quantized_out")
+        native.quantized = 0 if quantized is None else _address(quantized) or some
         if self.scale is None:
             native.scale = static_scale
         else:
-            native.scale, native.global_scale = _address(memory["scale_out"]), static_scale
+            native.scale = _address(memory["scale_out"]) or some
+            native.global_scale = static_scale
         ahead = _address(call.prefetch)
         has_memory = ahead >= LOW_ADDRESS  # no error without: this tensor is only a hint
         native.prefetch = ahead if has_memory else 0

@@ -47,7 +47,7 @@ def run(
     """Runs a bound call and returns its status. Collective.
 
     Sums follow step 1b: per island, then over the islands. Every rank computes every row. If rows
-    have owners, each rank computes only its own rows, and the finished rows are gathered too.
+    have owners, each rank computes only its own rows; a call with gather=True then gathers them.
 
     Raises:
         PeerDivergedError: all ranks run unfused, but different calls; every rank raises. Nothing
@@ -70,7 +70,7 @@ def run(
     status, rows = own_partial(prepared, library, x)
     if status == _native.OK:
         status = _sum_rows(prepared, library, ranks, rows, islands)
-    if status != _native.OK or prepared.shard is None:
+    if status != _native.OK or prepared.shard is None or not prepared.gathers:
         return status
     for field in ("out", "quantized_out"):
         if field in memory:
@@ -110,9 +110,10 @@ def _sum_rows(
             call.x_stride, call.source_stride = hidden_size, sources.stride(0)
             call.num_tokens, call.num_sources, call.top_k = last - first, len(sources), 0
             # Padding follows the last row; if rows have owners, it is zeroed at the end.
-            whole = prepared.shard is None and last == num_tokens
+            whole = last == hi and (prepared.shard is None or not prepared.gathers)
             call.scale_padding_rows = saved["scale_padding_rows"] if whole else 0
-            move_results(prepared, call, saved, first, first - lo, width)
+            result_row = first if prepared.gathers else first - lo
+            move_results(prepared, call, saved, result_row, first - lo, width)
             status = int(library.local(prepared.address))
             if status != _native.OK:
                 return status

@@ -160,9 +160,9 @@ def all_reduce_add_rms_norm_quant(
     quant: Quant = DEFAULT_QUANT,
     return_normed: bool = False,
     *,
-    quantized_out: Tensor | None = None,
-    scale_out: Tensor | None = None,
-    normed_out: Tensor | None = None,
+    quantized_out: Any = None,
+    scale_out: Any = None,
+    normed_out: Any = None,
     **options: Any,
 ) -> QuantizedNorm:
     """Runs `all_reduce_add_rms_norm`, then `quantize` of its first result: all steps.
@@ -173,18 +173,41 @@ def all_reduce_add_rms_norm_quant(
 
     Returns:
         `QuantizedNorm(quantized, scale, residual, normed)`. With `residual_sharded`, `residual` is
-        the list of all ranks' shards.
+        the list of all ranks' shards. With `gather=False` all results are such lists.
     """
     check_quant(quant)
     normed, total = all_reduce_add_rms_norm(inputs, residual, weight, eps, **options)
     _check_normed(normed)
+    if isinstance(normed, list):
+        outs = (quantized_out, scale_out, normed_out)
+        stores = [[None] * len(normed) if out is None else list(out) for out in outs]
+        parts: Any = [
+            _quantized_into(rows, quant, return_normed, *own)
+            for rows, *own in zip(normed, *stores, strict=True)
+        ]
+        lists: Any = [list(part) for part in zip(*parts, strict=True)]
+        return QuantizedNorm(lists[0], lists[1], total, None if lists[2][0] is None else lists[2])
+    quantized, scales, kept = _quantized_into(
+        normed, quant, return_normed, quantized_out, scale_out, normed_out
+    )
+    return QuantizedNorm(quantized, scales, total, kept)
+
+
+def _quantized_into(
+    normed: Tensor,
+    quant: Quant,
+    return_normed: bool,
+    quantized_out: Tensor | None,
+    scale_out: Tensor | None,
+    normed_out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns quantized rows, their scales and, if wanted, the rows; stores what has memory."""
     quantized, scales = quantize(normed, quant)
     kept = normed if return_normed else None
     if normed_out is not None:
         kept = normed_out.copy_(normed)
-    return QuantizedNorm(
+    return (
         quantized if quantized_out is None else quantized_out.copy_(quantized),
         scales if scale_out is None else scale_out.copy_(scales),
-        total,
         kept,
     )

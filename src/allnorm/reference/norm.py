@@ -74,7 +74,8 @@ def all_reduce_add_rms_norm(
     numerics: str | None = "rounded",
     algorithm: str = "auto",
     residual_sharded: bool = False,
-    out: Tensor | None = None,
+    gather: bool = True,
+    out: Any = None,
     residual_out: Any = None,
     post_norm: PostNorm | None = None,
     scale: float = 1.0,
@@ -99,7 +100,8 @@ def all_reduce_add_rms_norm(
         algorithm: ignored, to match the signature of allnorm's calls; all algorithms are
             bit-identical.
         residual_sharded: whether each rank holds only its own rows of the residual.
-        out: receives `normed`; may be one of the inputs.
+        gather: False, only with `residual_sharded`: each rank gets only its own rows of `normed`.
+        out: receives `normed`; may be one of the inputs. With `gather=False` a list.
         residual_out: receives the new residual; may be `residual`. With `residual_sharded` a list.
         post_norm: norm of the reduced sum before the residual is added.
         scale: factor of the reduced sum, or of its post norm; rounded to float32.
@@ -108,13 +110,16 @@ def all_reduce_add_rms_norm(
     Returns:
         `(normed, residual_out)`, both in the shape of `x`; `normed` in the dtype of `x`, the other
         in that of the residual. With `residual_sharded`, the second is the list of all ranks'
-        shards.
+        shards, and with `gather=False` the first one too.
 
     Raises:
-        ValueError: a shape, device or name does not match.
+        ValueError: a shape, device or name does not match, or `gather` is False without
+            `residual_sharded`.
         TypeError: a dtype does not match.
     """
     check_choice("algorithm", algorithm, REQUESTS)
+    if not gather and not residual_sharded:
+        raise ValueError("gather=False without residual_sharded: expected True")
     reduced = all_reduce([partial_of(x) for x in inputs], islands=islands)
     whole = _join(residual, reduced) if residual_sharded else residual
     normed, total = add_rms_norm(
@@ -131,10 +136,13 @@ def all_reduce_add_rms_norm(
     if residual_out is not None:
         stores = list(residual_out) if residual_sharded else [residual_out]
         shards = [store.copy_(shard) for store, shard in zip(stores, shards, strict=True)]
-    return (
-        normed if out is None or normed is None else out.copy_(normed),
-        shards if residual_sharded else shards[0],
-    )
+    results = shards if residual_sharded else shards[0]
+    if normed is not None and not gather:
+        own = split_rows(normed, len(inputs))
+        if out is not None:
+            own = [store.copy_(rows) for store, rows in zip(out, own, strict=True)]
+        return own, results
+    return normed if out is None or normed is None else out.copy_(normed), results
 
 
 def add_rms_norm(

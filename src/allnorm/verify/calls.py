@@ -73,6 +73,8 @@ class _Placed:
     def _memory_for_results(self) -> dict[str, torch.Tensor]:
         case, memory = self.case, self.case.memory
         like = torch.full(case.shape, 7.0, dtype=case.dtype, device=device())
+        own = case.own_rows(self.comm, like) if case.sharded else like
+        like = like if case.gather else own
         rows = like.view(-1, case.hidden_size) if case.op == "all_gather_rows" else like
         given = {}
         if memory.out != "new":
@@ -84,12 +86,11 @@ class _Placed:
             quantized = (like if width is None else like[..., :width]).to(dtype)
             given["quantized_out"] = memory.results.place(quantized)
             if not isinstance(case.quant, allnorm.Fp8PerTensor):
-                scale = empty_scale(case.quant, case.num_tokens, case.hidden_size, device())
+                scale = empty_scale(case.quant, rows_of(like.shape), case.hidden_size, device())
                 dirty = torch.empty(0, dtype=torch.uint8, device=device())
                 dirty.set_(scale.untyped_storage()).fill_(0xEE)  # padding rows too
                 given["scale_out"] = scale
         if case.has_norm and memory.residual_out != "new":
-            own = self.case.own_rows(self.comm, like) if case.sharded else like
             if case.residual and case.float32_residual:
                 own = own.float()
             in_place = memory.residual_out == "residual"
@@ -332,6 +333,7 @@ class Cases:
         case = self.draw().but(
             kind=self._deal("kind", ("normal",) * 10 + VALUES),
             call=self._rng.randrange(1000),
+            gather=self._rng.random() < 0.6,
             memory=Memory(
                 x=self._layout(),
                 residual=self._layout(),

@@ -139,6 +139,7 @@ class Case:
     return_normed: bool = False  # whether a quantized call returns the normed rows too
     sharded: bool = False  # whether each rank holds only its own rows of the residual
     float32_residual: bool = False  # whether the residual is float32, whatever the dtype of x
+    gather: bool = True  # False, only if sharded: each rank gets only its own rows of all results
     post_norm: bool = False
     scale: float = 1.0
     second_norm: bool = True  # whether there is a norm after the residual add
@@ -172,6 +173,7 @@ class Case:
         case = self
         size = _group_size(case.quant)
         case = case.but(shape=(*case.shape[:-1], -(-case.hidden_size // size) * size))
+        case = case.but(gather=case.gather or not case.sharded)
         if case.sharded and case.algorithm == "one_shot":
             case = case.but(algorithm="two_shot")
         if case.experts is not None and len(case.shape) != 2:
@@ -181,7 +183,7 @@ class Case:
             second_norm=second, return_normed=case.return_normed and case.quant is not None
         )
         memory = case.memory
-        if memory.out == "x" and (case.experts is not None or not second):
+        if memory.out == "x" and (case.experts is not None or not second or not case.gather):
             memory = replace(memory, out="own")
         if memory.out == "own" and not second:
             memory = replace(memory, out="new")
@@ -320,7 +322,7 @@ class Case:
         if self.op == "norm":
             arguments["algorithm"] = self.algorithm
         if self.sharded:
-            arguments["residual_sharded"] = True
+            arguments |= {"residual_sharded": True, "gather": self.gather}
             if self.residual:
                 own = self.own_rows(comm, arguments["residual"])
                 arguments["residual"] = own.clone() if weight is None else own
@@ -490,6 +492,8 @@ class Case:
     ) -> list[str]:
         """Describes the errors in this rank's results."""
         expected = self.expected(comm.world_size, comm.islands)
+        if not self.gather:
+            expected = self._own_part(comm, expected)
         listed: tuple[str, ...] = ("normed", "residual_out")
         if not self.has_norm:
             listed, expected = (self.op,), (expected,)
@@ -501,7 +505,7 @@ class Case:
                 if got is not want:
                     found.append(f"{name} is {'None' if got is None else 'not None'}")
                 continue
-            if self.sharded and name == "residual_out":
+            if self.sharded and self.gather and name == "residual_out":
                 want = self.own_rows(comm, want)
             scale = name == "scale" and not isinstance(self.quant, allnorm.Fp8PerTensor)
             if scale and got.stride() != want.stride():
@@ -512,8 +516,23 @@ class Case:
             found += [f"{name}: {difference}"] if difference else []
         return found
 
+    def _own_part(self, comm: allnorm.Communicator, expected: Any) -> Any:
+        """Returns this rank's part of the reference's results if rows are not gathered."""
+        if self.quant is None:
+            return [None if whole is None else self.own_rows(comm, whole) for whole in expected]
+        spec, normed = self.spec(), expected.normed
+        if normed is None:
+            plain = self.but(quant=None, return_normed=False)
+            normed = plain.expected(comm.world_size, comm.islands)[0]
+        assert spec is not None
+        own = self.own_rows(comm, normed)
+        kept = own if self.return_normed else None
+        return (*reference.quantize(own, spec), self.own_rows(comm, expected.residual), kept)
+
     def agreed(self, results: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Returns the results that must be equal on every rank."""
+        if not self.gather:
+            return []
         kept = list(results)
         if self.sharded and self.has_norm:
             del kept[1 if self.quant is None else 2]

@@ -207,6 +207,7 @@ def _over_islands(tokens: Sequence[int], hidden_sizes: Sequence[int]) -> Cases:
         varied(
             every(shape=_shapes(tokens, hidden_sizes), **axes),
             quant=(None, None, *QUANTS, allnorm.Fp8PerGroup(16, "column_major")),
+            gather=BOTH,
             return_normed=BOTH,
             post_norm=BOTH,
             second_norm=BOTH,
@@ -233,6 +234,7 @@ _UNEVEN = every(
     algorithm=["auto", "unfused"],
     quant=[None, allnorm.Fp8PerToken()],
 )
+_UNEVEN += tuple(case.but(gather=False) for case in _UNEVEN if case.sharded)
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -297,6 +299,15 @@ CORNERS: dict[str, Corner] = {
                memory=(Memory(), Memory(Layout(8), Layout(8), out="own", results=Layout(8)),
                        Memory(Layout(3), Layout(0, 1), out="own", results=Layout(3, 1)))),
         (1, 2, 3, 5), (1, 2, 3, 8)),
+    "rows of this rank only": Corner(
+        "sharded residual",
+        varied(each(every(shape=_shapes((0, 1, 2, 7, 33, 131), (120, 1024)), dtype=DTYPE_LIST,
+                          algorithm=OWNED, sharded=True, gather=False),
+                    [{}, *CHANGES, {"experts": EXPERTS[1]}]), **WEIGHTS)
+        + possible(every(shape=_shapes((0, 1, 5, 35), (2880, 2944)), algorithm=OWNED, sharded=True,
+                         gather=False, quant=[*QUANTS, allnorm.Fp8PerToken()],
+                         return_normed=BOTH)),
+        (1, 2, 3), (1, 2, 3, 8)),
     "values: zeros, denormals, overflow, NaN, infinities, words of a transport": Corner(
         "special values",
         each(every(shape=(7, 256), kind=list(VALUES), dtype=DTYPE_LIST, algorithm="two_shot"),

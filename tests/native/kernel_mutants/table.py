@@ -125,6 +125,8 @@ FAULTS = (
     _wrong("island_sums_rounded", test="cuda_islands_test"),
     _wrong("island_sums_published", NOT_EMPTY, HANGS, WRONG, test="cuda_islands_test"),
     _wrong("last_island_left_out", test="cuda_islands_test"),
+    # Rows that are not gathered.
+    _wrong("kept_rows_published", NOT_EMPTY, HANGS, WRONG),
     # The probe of a new workspace.
     _wrong("last_peer_not_probed", " of rank ", test="cuda_probe_test"),
     _wrong("probe_word_of_another", " of rank ", test="cuda_probe_test"),
