@@ -139,7 +139,7 @@ def test_refusals(rank: int, world_size: int) -> None:
             (whole, {}, ValueError, ("residual", "(6, 64)", f"({hi - lo}, 64)", "row_shard")),
             (shard[:1], {}, ValueError, ("(1, 64)", f"{lo} up to {hi} of 6")),
             (shard.view(hi - lo, 1, 64), {}, ValueError, ("residual",)),
-            (shard.float(), {}, TypeError, ("residual", "float32")),
+            (shard.half(), {}, TypeError, ("residual", "float16")),
             (shard, {"residual_sharded": 1.5}, TypeError, ("residual_sharded=1.5",)),
             (shard, {"gather": 0}, TypeError, ("gather=0",)),
             (
