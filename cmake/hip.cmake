@@ -21,6 +21,8 @@ set(hip_includes -I${PROJECT_SOURCE_DIR}/csrc/gpu/hip -I${PROJECT_SOURCE_DIR}/cs
 # The same as in tests/native/amd/compiler.py.
 set(hip_flags -x hip -nogpuinc -nogpulib -std=c++20 -O3 -DNDEBUG -ffp-contract=off -fno-math-errno
     -Wall -Wextra -Wno-unknown-pragmas ${hip_includes} -include gpu.h)
+# Rounding a product to float16 with v_fma_mixlo_f16, as clang 22 does, would make +0 of -0.
+set(hip_device_flags -Xclang -target-feature -Xclang -fma-mix-insts)
 file(GLOB hip_kernels CONFIGURE_DEPENDS csrc/gpu/kernels_*.cu)
 file(GLOB_RECURSE hip_headers CONFIGURE_DEPENDS csrc/gpu/*.h csrc/gpu/*.cuh csrc/protocol/*.h)
 set(hip_objects)
@@ -32,8 +34,8 @@ foreach(source IN LISTS hip_kernels)
     set(file ${PROJECT_BINARY_DIR}/hip/${name}.${target}.co)
     add_custom_command(OUTPUT ${file} DEPENDS ${source} ${hip_headers} VERBATIM
         COMMENT "Compiling ${name} for ${target}"
-        COMMAND ${ALLNORM_HIP_CLANG} ${hip_flags} --offload-arch=${target} --cuda-device-only --no-gpu-bundle-output
-                ${source} -o ${file})
+        COMMAND ${ALLNORM_HIP_CLANG} ${hip_flags} ${hip_device_flags} --offload-arch=${target}
+                --cuda-device-only --no-gpu-bundle-output ${source} -o ${file})
     list(APPEND parts ${target}=${file})
     list(APPEND files ${file})
   endforeach()

@@ -24,6 +24,9 @@ FLAGS = (
     *("-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib"),
     # Results are specified bit for bit: no contraction to fused multiply-add.
     *("-std=c++20", "-O3", "-DNDEBUG", "-ffp-contract=off", "-fno-math-errno"),
+    # clang 22 compiles the rounding of a product to float16 to v_fma_mixlo_f16 with +0 as third
+    # source, which makes +0 of -0.
+    *("-Xclang", "-target-feature", "-Xclang", "-fma-mix-insts"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     # The leaf, and what nvcc has built in.
     *(f"-I{ROOT}/csrc", f"-I{ROOT}/csrc/gpu/hip", "-include", "gpu.h"),

@@ -152,6 +152,12 @@ EDITS = (
     Edit("numbers_are_acquired", "no barrier at the head", _without("s_barrier")),
     Edit("head", "parameters copied", _parameters_copied),
     Edit("spills", "register spilled", _spilled),
+    Edit(
+        "signed_zeros",
+        "product rounded after +0 is added",
+        lambda code: _inserted(code, 9, "v_fma_mixlo_f16", "v1, v2, v3, 0 op_sel_hi:[0,0,0]"),
+        kernel="two_shot",
+    ),
     Edit("fault_record", "status not fenced", _without("buffer_wbl2"), callee="record_fault"),
     Edit(
         "stays_local",

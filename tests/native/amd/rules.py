@@ -264,10 +264,17 @@ def stays_local(kernel: Function, variant: Variant) -> Iterator[str]:
             yield f"unexpected: {found}"
 
 
-LOCAL_RULES: tuple[Rule, ...] = (head, spills, stays_local)
+def signed_zeros(kernel: Function, variant: Variant) -> Iterator[str]:
+    """Forbids products that are rounded to float16 after +0 is added, which makes +0 of -0."""
+    for found in kernel.instructions:
+        if found.opcode.startswith("v_fma_mix") and found.operands.split(",")[3].split()[0] == "0":
+            yield f"loses the sign of zero: {found}"
+
+
+LOCAL_RULES: tuple[Rule, ...] = (head, spills, signed_zeros, stays_local)
 EXCHANGE_RULES: tuple[Rule, ...] = (
     *(stores_across, loads_across, scopes, polls_in_flight, write_backs_are_waited_for),
-    *(one_system_fence, numbers_are_acquired, head, spills),
+    *(one_system_fence, numbers_are_acquired, head, spills, signed_zeros),
 )
 
 
