@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import random
+import shlex
 import signal
 import statistics
 import subprocess
@@ -107,8 +108,18 @@ def row_of(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, An
         "output": options.output,
         "versions": versions(packages),
         "commit": _native.built_commit(),
+        "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def command_line() -> str:
+    """Returns the command of this process's arm, with file names instead of absolute paths."""
+    script, *arguments = sys.argv
+    shown = [
+        pathlib.Path(each).name if pathlib.Path(each).is_absolute() else each for each in arguments
+    ]
+    return shlex.join(["python", f"benchmarks/engines/{pathlib.Path(script).name}", *shown])
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:

@@ -61,6 +61,17 @@ def test_decode_times_of_the_sglang_scheduler() -> None:
     assert sglang_latency.decode_seconds(outputs) is None
 
 
+def test_rows_have_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--model", "/models/llama", "--json", "rows.jsonl", "--engine", '{"seed": 3}']
+    script = "/somewhere/benchmarks/engines/vllm_latency.py"
+    monkeypatch.setattr(sys, "argv", [script, *given, "--arm", "unfused"])
+    row = latency.row_of(vllm_latency.arguments(sys.argv[1:]), ["torch"])
+    assert row["command"] == (
+        "python benchmarks/engines/vllm_latency.py --model llama --json rows.jsonl "
+        """--engine '{"seed": 3}' --arm unfused"""
+    )
+
+
 # ---- settings ------------------------------------------------------------------------------------
 
 
