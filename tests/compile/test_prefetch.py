@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from allnorm.compile import fuse
 from allnorm.testing import assert_same_bits
 
-from .helpers import EPS, HIDDEN, Inputs, fused_calls, llama, reduce
+from .helpers import EPS, HIDDEN, Inputs, cast, fused_calls, llama, reduce
 
 aten = torch.ops.aten
 SMALL = 64
@@ -114,6 +114,85 @@ def test_weight_of_the_next_gemm(
 
 def _tuple(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
+
+
+# ---- weights that are not of the rows' dtype ----------------------------------------------------
+
+FP8 = torch.float8_e4m3fn
+
+
+@torch.library.custom_op("allnorm_tests::block_scaled_linear", mutates_args=())
+def block_scaled_linear(
+    q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+) -> torch.Tensor:
+    """Multiplies FP8 rows by an FP8 weight, with scales like an engine's operator."""
+    return ((q.float() * scale) @ weight.float().t() * weight_scale.mean()).bfloat16()
+
+
+@block_scaled_linear.register_fake
+def _(q: Any, scale: Any, weight: Any, weight_scale: Any) -> Any:
+    return q.new_empty(q.shape[0], weight.shape[0], dtype=torch.bfloat16)
+
+
+def per_token(rows: Any) -> tuple[Any, Any]:
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+    return cast(rows.float() / scale), scale
+
+
+def scaled(x: Any, residual: Any, w: Any, a: Any, scales: Any) -> Any:
+    """Quantizes per token, as a fused call does, for PyTorch's scaled GEMM."""
+    q, scale = per_token(before(x, residual, w))
+    row = scales.view(-1)[:HIDDEN].view(1, -1)
+    return aten._scaled_mm(q, a.t(), scale, row, None, None, torch.bfloat16)
+
+
+def scaled_by_an_engine(x: Any, residual: Any, w: Any, a: Any, scales: Any) -> Any:
+    q, scale = per_token(before(x, residual, w))
+    return torch.ops.allnorm_tests.block_scaled_linear(q, scale, a, scales)
+
+
+def scaled_and_16_bits(x: Any, residual: Any, w: Any, a: Any, scales: Any) -> Any:
+    """Reads the rows twice: the GEMM reads FP8, and a norm's gate reads 16 bits."""
+    rows = before(x, residual, w)
+    q, scale = per_token(rows)
+    return torch.ops.allnorm_tests.block_scaled_linear(q, scale, a, scales) * rows.sigmoid()
+
+
+def of_int8(x: Any, residual: Any, w: Any, a: Any, scales: Any) -> Any:
+    """Dequantizes the weight in the GEMM; the rows stay in 16 bits."""
+    flat = scales.view(-1)[:HIDDEN].bfloat16()
+    return aten._weight_int8pack_mm(before(x, residual, w), a, flat)
+
+
+QUANTIZED = {
+    scaled: (FP8, True),
+    scaled_by_an_engine: (FP8, True),
+    scaled_and_16_bits: (FP8, True),
+    of_int8: (torch.int8, False),
+}
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("graph", QUANTIZED, ids=lambda graph: graph.__name__)
+def test_weight_of_a_quantized_linear(
+    rank: int, world_size: int, graph: Callable[..., Any]
+) -> None:
+    """The weight is found among its scales, and a call that quantizes passes it too."""
+    dtype, quantizes = QUANTIZED[graph]
+    torch.manual_seed(2)
+    weight = (8 * torch.randn(HIDDEN, HIDDEN)).to(dtype)
+    inputs = [*Inputs().make(rank), weight, 0.1 + torch.rand(HIDDEN // 16, HIDDEN // 16)]
+    module: Any = symbolic_trace(graph)
+    expected = module(*inputs)
+    report = fuse(module, inputs, communicator=comm())
+    assert len(report.fused) == 1
+    (call,) = fused_calls(module)
+    node = next(node for node in module.graph.nodes if node.name == call)
+    assert ("quant" in str(node.target)) == quantizes
+    hint: Any = node.kwargs["prefetch"]
+    assert (hint.op, hint.target) == ("placeholder", "a")
+    result = module(*inputs)
+    torch.testing.assert_close(result, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
 
 
 class Model(torch.nn.Module):
