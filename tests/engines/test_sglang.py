@@ -80,6 +80,56 @@ def run_over_two_hosts(
 
 
 @engine.with_plugin
+def prefetched_weights(plugin: Any, rank: int, world_size: int, family: str) -> list[str]:
+    """Returns the names of the weights that a model's fused calls prefetch, in order."""
+    model = engine.tiny_model(family)
+    engine.by_definition(model)
+    engine.warm_up(model)
+    names = {weight.data_ptr(): name for name, weight in model.named_parameters()}
+    comm, seen = plugin.current().communicator, []
+    run = comm.all_reduce_add_rms_norm
+
+    def watching(*args: Any, prefetch: Any, **kwargs: Any) -> Any:
+        seen.append("none" if prefetch is None else names[prefetch.data_ptr()])
+        return run(*args, prefetch=prefetch, **kwargs)
+
+    comm.all_reduce_add_rms_norm = watching
+    engine.run(model)
+    return [name.removeprefix("model.layers.").removesuffix(".weight") for name in seen]
+
+
+def hints_for_weights(rank: int, world_size: int) -> dict[str, bool]:
+    """Returns which kinds of weights are passed on as hints."""
+    from sglang.srt.layers.parameter import ModelWeightParameter
+
+    from allnorm.integrations.sglang.norms import NormArithmetic, next_weight
+
+    plain, device = torch.ones(8, 8), torch.device("cpu")
+    of_sglang = ModelWeightParameter(
+        data=plain, input_dim=1, output_dim=0, weight_loader=lambda *args: None
+    )
+    weights = {
+        "a parameter": torch.nn.Parameter(plain),
+        "SGLang's parameter": of_sglang,
+        "float8": plain.to(torch.float8_e4m3fn),
+        "on a different device": plain.to("meta"),
+        "sparse": plain.to_sparse(),
+        "not a tensor": "weight",
+    }
+    found = {"no layer": next_weight(NormArithmetic(), device) is not None}
+    for name, weight in weights.items():
+        layer = torch.nn.Module()
+        layer.weight = weight
+        hint = next_weight(NormArithmetic(next_gemm=layer), device)
+        if hint is not None:
+            assert hint.data_ptr() == weight.data_ptr()
+            assert type(hint) is torch.Tensor
+            assert not hint.requires_grad
+        found[name] = hint is not None
+    return found
+
+
+@engine.with_plugin
 def one_norm(plugin: Any, rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
     """Compares a site with SGLang's own all-reduce and native norm."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -324,6 +374,27 @@ def test_a_dense_model_computes_the_same(ranks: RankPool, family: str, num_token
     fused = [text for level, text in lines if level == "INFO"]
     assert len(lines) == len(fused) == 1
     assert f"fused at {sites - after} sites" in fused[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "granite", "olmo2"])
+def test_the_next_weight_is_prefetched(ranks: RankPool, family: str) -> None:
+    wanted = []
+    for layer in range(engine.NUM_LAYERS):
+        after_mlp = f"{layer + 1}.self_attn.qkv_proj"
+        if layer == engine.NUM_LAYERS - 1:
+            # Gemma 2 has no attribute for its head, which is the embedding.
+            after_mlp = "none" if family == "gemma2" else "lm_head"
+        # The post norm of OLMo 2 is followed by an add, and the next GEMM belongs to a later layer.
+        wanted += [f"{layer}.mlp.gate_up_proj", "none" if family == "olmo2" else after_mlp]
+    if not (is_old() or family in engine.REDUCE_THEMSELVES):
+        wanted.pop()  # the last layer keeps its all-reduce
+    assert ranks.run(prefetched_weights, family) == [wanted, wanted]
+
+
+def test_hints_are_plain_tensors_on_the_device(ranks: RankPool) -> None:
+    for found in ranks.run(hints_for_weights):
+        passed = [name for name, is_passed in found.items() if is_passed]
+        assert passed == ["a parameter", "SGLang's parameter", "float8"]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 70])

@@ -144,6 +144,42 @@ def consumers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.n
                 yield layer.post_attention_layernorm, layer.mlp.gate_up_proj
 
 
+# Maps a linear layer of SGLang's decoder layers to the norm that it follows: the first that exists.
+# Gemma's `post_attention_layernorm` precedes `pre_feedforward_layernorm`; a call includes both.
+_NEXT_GEMMS = {
+    "self_attn.qkv_proj": ("input_layernorm",),
+    "mlp.gate_up_proj": ("pre_feedforward_layernorm", "post_attention_layernorm"),
+}
+
+
+def next_gemms(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Yields the norms of decoder layers and of the model, each with the next linear layer.
+
+    This decides only what is prefetched, so other code may read the norm's result too, and models
+    of any class are searched. Layers of experts are not found: which weights they read depends on
+    the tokens.
+    """
+    for module in model.modules():
+        for gemm, norms in _NEXT_GEMMS.items():
+            linear = _child(module, gemm)
+            found = [_child(module, norm) for norm in norms]
+            norm = next((each for each in found if each is not None), None)
+            if linear is not None and norm is not None:
+                yield norm, linear
+    last, head = _child(model, "model.norm"), _child(model, "lm_head")
+    if last is not None and head is not None:
+        yield last, head
+
+
+def _child(module: torch.nn.Module, path: str) -> torch.nn.Module | None:
+    for name in path.split("."):
+        child = getattr(module, name, None)
+        if not isinstance(child, torch.nn.Module):
+            return None
+        module = child
+    return module
+
+
 def _sites_of(stack: Any, hidden_states_leave: bool) -> Iterator[Site]:
     if getattr(stack, "layers_to_capture", None):
         hidden_states_leave = True

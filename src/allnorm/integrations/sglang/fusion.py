@@ -22,6 +22,7 @@ from allnorm.integrations.sglang.norms import (
     NormArithmetic,
     arithmetic,
     eps_of,
+    next_weight,
     post_norm,
     tensor_obstacle,
 )
@@ -89,6 +90,7 @@ class Fusion:
             numerics=how.numerics,
             post_norm=post,
             scale=before.scale,
+            prefetch=next_weight(how, x.device),
         )
 
     def quantized_norm(
@@ -124,6 +126,7 @@ class Fusion:
             *(x, residual, module.weight, eps_of(module), quant, keep_bf16),
             weight_bias=how.weight_bias,
             numerics=how.numerics,
+            prefetch=next_weight(how, x.device),
         )
         return ((normed, fp8, scale) if keep_bf16 else (fp8, scale)), residual_out
 

@@ -25,12 +25,14 @@ class NormArithmetic:
         weight_bias: 1.0 for Gemma's norms, which multiply by 1 + weight.
         numerics: the rounding mode.
         quant: the quantization that the layer after the norm reads; None if it reads 16 bits.
+        next_gemm: the linear layer that runs first after the norm; None if it is unknown.
         obstacle: why the fused call cannot compute this norm; empty if it can.
     """
 
     weight_bias: float = 0.0
     numerics: str = "unrounded"
     quant: allnorm.Fp8PerGroup | None = None
+    next_gemm: torch.nn.Module | None = None
     obstacle: str = ""
 
 
@@ -87,6 +89,20 @@ def post_norm(
     if module.weight.dtype not in (dtype, torch.float32):
         return None, f"a weight in {module.weight.dtype} with a sum in {dtype}"
     return allnorm.PostNorm(module.weight, eps_of(module), weight_bias=how.weight_bias), ""
+
+
+def next_weight(how: NormArithmetic, device: torch.device) -> torch.Tensor | None:
+    """Returns the weight that the next GEMM reads, which the fused call can prefetch; or None.
+
+    The weight is looked up at every call, because SGLang replaces weights that it loads again. A
+    call refuses a hint that is not a plain tensor on its device, so such a weight is left out.
+    """
+    weight = getattr(how.next_gemm, "weight", None)
+    if not isinstance(weight, torch.Tensor):  # other quantizations have no `weight`
+        return None
+    weight = weight.data
+    plain = type(weight) is torch.Tensor and weight.layout is torch.strided
+    return weight if plain and weight.device == device else None
 
 
 def tensor_obstacle(weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> str:

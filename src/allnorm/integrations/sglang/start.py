@@ -110,10 +110,12 @@ class Found:
     def _read_model(self, model: torch.nn.Module, world_size: int) -> None:
         self.sites += dense.sites(model, world_size, hidden_states_leave=engine.speculates())
         readers = {id(norm): linear for norm, linear in dense.consumers(model)}
+        gemms = {id(norm): linear for norm, linear in dense.next_gemms(model)}
         for module in model.modules():
             if isinstance(module, classes()):
-                quant = quant_of(readers.get(id(module)))
-                self.norms.append((module, replace(arithmetic(module), quant=quant)))
+                quant, gemm = quant_of(readers.get(id(module))), gemms.get(id(module))
+                how = replace(arithmetic(module), quant=quant, next_gemm=gemm)
+                self.norms.append((module, how))
 
     def apply(self) -> None:
         """Changes the model. Only sets attributes, which cannot fail on one rank alone."""
