@@ -15,13 +15,9 @@ from allnorm.cli.output import bad, console
 from allnorm.errors import AllnormError
 from allnorm.testing import RankError
 from allnorm_command import INTERRUPTED, MESSAGE
+from allnorm_command.overview import SETTINGS, VERSION
 
-app = typer.Typer(
-    name="allnorm",
-    help="Checks and benchmarks fused all-reduce + residual add + RMSNorm on this machine.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(**SETTINGS)
 _EXAMPLES: dict[Callable[..., None], str] = {
     doctor.doctor: "allnorm doctor --tp 2",
     verify.verify: "allnorm verify --tp 2,4 --stress 10000",
@@ -42,10 +38,7 @@ def _show_version(value: bool) -> None:
 
 @app.callback()
 def _before(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, **VERSION)] = False,
 ) -> None:
     config.read_settings()  # reports a misspelled environment variable before any rank starts
 
