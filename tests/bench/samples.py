@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from allnorm.bench import report as bench_report
+from allnorm.bench.layers import ARMS, ChainTimes
 from allnorm.bench.modes import Mode, Shape
 from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job
@@ -41,3 +42,10 @@ def measurement(arm: str, p50_us: float, **changes: Any) -> Measurement:
     place: dict[str, Any] = {"shape": SHAPES[1], "mode": Mode(), "world_size": 2, "arm": arm}
     times = {"p50_us": p50_us, "p90_us": p50_us * 1.1, "p99_us": p50_us * 1.2}
     return Measurement(**{**place, **times, **changes})
+
+
+def chain(num_tokens: int, gain_us: float, error: str = "", model: str = "tiny") -> ChainTimes:
+    """Returns times of a chain in which each call gains this much."""
+    us = {arm: {"p50_us": 50.0 - 2 * gain_us * ahead} for arm, ahead in ARMS.items()}
+    errors = {"prefetch:off": "", "prefetch:on": error}
+    return ChainTimes(model, 256, num_tokens, 3, 4 << 20, True, us, errors)

@@ -12,6 +12,7 @@ from bench.samples import measurement
 from typer.testing import CliRunner
 
 import allnorm
+import allnorm_command
 from allnorm import cli
 from allnorm.bench import report as bench_report
 from allnorm.cli import app as cli_app
@@ -62,6 +63,24 @@ def test_bench_in_a_chain_and_after_a_gemm(tmp_path: Path) -> None:
     assert all(row["correct"] for row in found)
     again = command(*common, "--product", "512", "--compare", str(path))
     assert "3 of 3 rows are in rows.jsonl" in again.stdout, again.stdout + again.stderr
+
+
+def test_bench_of_layers(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    common = ("bench", "--layers", "tiny", "--tp", "2", "--device", "cpu", "--tokens", "1,3")
+    done = command(*common, "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASS") == 2
+    found = rows(path)
+    assert [(row["mode"], row["num_tokens"], row["arm"]) for row in found] == [
+        ("layers", tokens, f"prefetch:{arm}") for tokens in (1, 3) for arm in ("off", "on")
+    ]
+    for row in found:
+        assert row["correct"] is True
+        assert {"cpu", "backend", "dtype", "commit", "versions", "command", "date"} <= row.keys()
+    refused = CliRunner().invoke(app, [*common, "--shapes", "1x256"])
+    assert refused.exit_code == 2
+    assert "does not go with --layers" in unwrapped(refused.output)
 
 
 def test_bench_quantized_and_sharded_with_pictures_and_a_comparison(tmp_path: Path) -> None:
@@ -267,6 +286,21 @@ def test_an_unknown_variable_is_an_error() -> None:
     done = command("doctor", ALLNORM_WORKSPACE_BYTE="1")
     assert done.returncode == 2
     assert "ALLNORM_WORKSPACE_BYTE" in unwrapped(done.stdout)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_the_overview_is_that_of_the_commands(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The overview is shown without the commands, which import torch."""
+    monkeypatch.setattr(sys, "argv", ["allnorm", *arguments])
+    shown = []
+    for run in (app, allnorm_command.main):
+        with pytest.raises(SystemExit) as end:
+            run()
+        shown.append((end.value.code, *capsys.readouterr()))
+    assert shown[0] == shown[1]
+    assert "bench" in shown[0][1]
 
 
 def test_version() -> None:

@@ -76,16 +76,21 @@ def capture(arm: Arm, num_tokens: int) -> torch.cuda.CUDAGraph:
 
 
 def time_cuda(
-    arms: Sequence[tuple[Arm, torch.cuda.CUDAGraph]], num_tokens: int, rounds: int = _CUDA_ROUNDS
+    arms: Sequence[tuple[Arm, torch.cuda.CUDAGraph]],
+    num_tokens: int,
+    rounds: int = _CUDA_ROUNDS,
+    calls: int = 0,
 ) -> Samples:
     """Measures the time per call in replays of each arm's graph. Collective.
+
+    A graph has `calls` calls; 0: as many as `capture` captures.
 
     Each round runs three timed replays of every arm. The order is equal on all ranks and differs
     between rounds, so that an arm that slows the GPU down does not always affect the same arm after
     it.
     """
     samples: Samples = {arm.name: [] for arm, _ in arms}
-    calls = calls_per_graph(num_tokens)
+    calls = calls or calls_per_graph(num_tokens)
     for turn in range(rounds):
         for arm, graph in random.Random(turn).sample(arms, len(arms)):
             with _naming(arm):

@@ -15,11 +15,13 @@ from rich.markup import escape
 import allnorm
 from allnorm import names, topology
 from allnorm.bench import compare as bench_compare
+from allnorm.bench import layers as bench_layers
 from allnorm.bench import modes as bench_modes
 from allnorm.bench import report
 from allnorm.bench.modes import Shape
 from allnorm.bench.report import Measurement
 from allnorm.bench.run import Job
+from allnorm.cli import bench_layers as layers_command
 from allnorm.cli import bench_plot, bench_table, options, output
 from allnorm.cli.options import Device, Dtype, Json, Tp, work_option
 
@@ -80,6 +82,14 @@ def bench(
             max=names.TOP_K[-1],
         ),
     ] = 0,
+    layers: Annotated[
+        str,
+        work_option(
+            "Instead of calls, time chains of decoder layers of these models without attention, "
+            "such as llama-3.1-8b,llama-3.1-70b, with and without prefetch of the next weight. "
+            "Goes with --tokens (default: 1,8,32,64), --tp, --dtype, --numerics and --max-blocks."
+        ),
+    ] = "",
     arms: Annotated[str, work_option("Implementations to time, by name. Default: all.")] = "",
     product: Annotated[
         str,
@@ -130,6 +140,24 @@ def bench(
 ) -> None:
     """Times the fused op and other implementations, after checking each of them."""
     where = options.device(device)
+    if layers:
+        given = {
+            "--model": model,
+            "--shapes": shapes,
+            "--quant": quant,
+            "--return-normed": return_normed,
+            "--arms": arms,
+            "--product": product,
+            "--post-norm": post_norm,
+            "--experts": experts,
+            "--residual": residual_sharded or residual != "replicated",
+            "--plot": plot,
+            "--html": html,
+            "--compare": compare,
+            "--island-size": island_size,
+        }
+        _time_layers(layers, tokens, tp, dtype, numerics, max_blocks, where, given, json)
+        return
     residuals = "sharded" if residual_sharded else residual
     modes = options.modes(quant, residuals, return_normed, post_norm, experts)
     known = bench_modes.known_arms(where, modes, island_size)
@@ -180,6 +208,34 @@ def bench(
         output.write_results(html, lambda file: file.write_text(page, encoding="utf-8"))
     console.print(f"{time.monotonic() - began:.0f} s")
     if regressed or any(m.error for m in measured):
+        raise typer.Exit(1)
+
+
+def _time_layers(
+    models: str,
+    tokens: str,
+    tp: str,
+    dtype: str,
+    numerics: str,
+    max_blocks: int,
+    where: str,
+    given: dict[str, Any],
+    json: Path | None,
+) -> None:
+    """Runs `--layers`, after rejecting the options that it would ignore."""
+    for name in (name for name, value in given.items() if value):
+        raise typer.BadParameter("does not go with --layers", param_hint=name)
+    job = bench_layers.Job(
+        models=tuple(options.words(models)),
+        tokens=tuple(options.integers(tokens or layers_command.TOKENS[where], "--tokens", 1)),
+        dtype=options.choice(dtype, "--dtype", names.DTYPES),
+        device=where,
+        numerics=options.choice(numerics, "--numerics", names.NUMERICS),
+        max_blocks=max_blocks,
+    )
+    sizes = options.world_sizes(tp, where)
+    layers_command.check(job, sizes)
+    if not layers_command.run(job, sizes, json, _common(job), output.console()):
         raise typer.Exit(1)
 
 
@@ -276,7 +332,7 @@ def _explanation(job: Job) -> str:
     return text
 
 
-def _common(job: Job) -> dict[str, Any]:
+def _common(job: Job | bench_layers.Job) -> dict[str, Any]:
     conditions = output.conditions(job.device)
     if job.device == "cuda":
         for package in _PEER_PACKAGES:
@@ -289,6 +345,6 @@ def _common(job: Job) -> dict[str, Any]:
         "dtype": job.dtype,
         "numerics": job.numerics,
         "max_blocks": job.max_blocks,
-        "island_size": job.island_size,
+        "island_size": getattr(job, "island_size", 0),
         "fast_calls": allnorm.capabilities()["fast_calls"],
     }
