@@ -63,9 +63,11 @@ def test_a_stored_table_can_be_read(tmp_path: pathlib.Path) -> None:
     }
     provenance = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc"}
     path = tmp_path / "new" / tuning.file_name(NAME, 4)
-    tuning.save(path, tuning.document(Measured(curves, 369.5), NAME, 4, provenance))
-    own = tuning.read(path, NAME, 4)
-    assert own.tuned == Measured(curves, 369.5)
+    for ahead in (None, 0, 64):  # rows of calls that prefetch; None: not measured, not stored
+        measured = Measured(curves, 369.5, ahead)
+        tuning.save(path, tuning.document(measured, NAME, 4, provenance))
+        own = tuning.read(path, NAME, 4)
+        assert own.tuned == measured
     assert (own.found.problem, own.found.date) == ("", "2026-11-21")
     assert own.found.digest
     assert [p.name for p in path.parent.iterdir()] == ["nvidia-h200-4.json"]
@@ -123,6 +125,8 @@ WRONG = {
     "a rate of bytes": changed("link_gbps", 0.5),
     "an infinite rate": changed("link_gbps", math.inf),
     "a rate that is NaN": changed("link_gbps", math.nan),
+    "prefetch as text": changed("prefetch_tokens", "off"),
+    "negative rows that prefetch": changed("prefetch_tokens", -1),
     "the same columns twice": lambda t: t["entries"].append(t["entries"][0]),
     "steps that do not rise": lambda t: t["entries"][0]["steps"].insert(
         0, {"max_tokens": 16, "algorithm": "two_shot", "num_blocks": 0}
@@ -250,6 +254,26 @@ def rate(tables: tuple[Table, ...], algorithm: str) -> float:
     plenty = {"one_shot": 10**6, "two_shot": 10**6}
     return policy.choose(traits, 8, 64, 2, plenty, algorithm).link_gbps
 
+
+def test_the_first_table_that_measured_prefetch_decides() -> None:
+    """Without a measurement, calls with up to 32 rows prefetch."""
+
+    def prefetches(*measured: int | None) -> list[int]:
+        tables = tuple(Table("a table", {}, 0.0, tokens) for tokens in measured)
+        traits, plenty = policy.Traits("cuda", 2, tables=tables), {"one_shot": 99, "two_shot": 99}
+        rows = (1, 8, 32, 33, 64)
+        return [n for n in rows if policy.choose(traits, n, 4096, 2, plenty).prefetch_bytes]
+
+    for without in ((), (None,), (None, None), (32,), (None, 32, 64)):
+        assert prefetches(*without) == [1, 8, 32]
+    assert prefetches(0) == prefetches(None, 0, 64) == []
+    assert prefetches(8, 64) == [1, 8]
+    assert prefetches(64) == [1, 8, 32, 33, 64]
+    own = tuning.RankTables(found(digest="a"), Measured({}, 0.0, 7), Measured(SEEDED, 0.0, 5))
+    assert [t.prefetch_tokens for t in tuning.tables(own, [own.found] * 2)[0]] == [7, 5]
+
+
+SEEDED = {("bfloat16", "norm"): [Curve(64, (Step(None, "two_shot"),))]}
 
 # ---- choosing ------------------------------------------------------------------------------------
 

@@ -59,7 +59,8 @@ _OWNED_ROWS = (
 # instead of the table's, because tables are measured with plain calls (docs/engineering-log).
 _SPREAD_EXTENDED_TOKENS = 16
 # With more rows, or more bytes, the prefetch delayed the GEMM that it should help, in an experiment
-# with a separate kernel (docs/engineering-log/2026-11-27-prefetch.md).
+# with a separate kernel (docs/engineering-log/2026-11-27-prefetch.md). Tables may have a different
+# number of rows, measured with the kernel itself.
 _PREFETCH_TOKENS = 32
 _PREFETCH_BYTES = 4 << 20
 
@@ -140,11 +141,14 @@ class Table:
         source: origin of the table, as in Plan.
         curves: at least one curve per key, keyed by dtype name and epilogue.
         link_gbps: as in Plan; the newest curves were measured with it.
+        prefetch_tokens: maximum tokens of calls that prefetch the next weight; 0: none do; None:
+            not measured.
     """
 
     source: str
     curves: Mapping[tuple[str, str], Sequence[Curve]]
     link_gbps: float = 0.0
+    prefetch_tokens: int | None = None
 
     def find(
         self, dtype: str, epilogue: str, num_tokens: int, hidden_size: int
@@ -279,7 +283,9 @@ def _prefetch_bytes(traits: Traits, algorithm: str, num_tokens: int, row_bytes: 
     """Returns how much of the next weight a call loads into the L2 cache while it waits."""
     # A cluster prefetches with the warps beyond its second; each thread holds 16 bytes of a row.
     has_warps = row_bytes > 16 * 64
-    fits = traits.backend == "cuda" and algorithm in FUSED and num_tokens <= _PREFETCH_TOKENS
+    measured = (table.prefetch_tokens for table in traits.tables)
+    most = next((tokens for tokens in measured if tokens is not None), _PREFETCH_TOKENS)
+    fits = traits.backend == "cuda" and algorithm in FUSED and num_tokens <= most
     return _PREFETCH_BYTES if fits and has_warps else 0
 
 

@@ -48,6 +48,7 @@ class Measured:
 
     curves: Curves = field(default_factory=dict)  # keyed by dtype and epilogue
     link_gbps: float = 0.0  # as in policy.Plan
+    prefetch_tokens: int | None = None  # as in policy.Table
 
 
 class TableError(ValueError):
@@ -181,7 +182,8 @@ def check(document: Any, device: str, world_size: int, release: str = __version_
     for name, found in curves.items():
         if len({curve.hidden_size for curve in found}) < len(found):
             raise TableError(f"a hidden size of {' and '.join(name)} has two entries")
-    return Measured(curves, _link(document.get("link_gbps", 0)))
+    ahead = _integer(document, "prefetch_tokens", 0) if "prefetch_tokens" in document else None
+    return Measured(curves, _link(document.get("link_gbps", 0)), ahead)
 
 
 def _link(value: Any) -> float:
@@ -264,10 +266,12 @@ def tables(own: RankTables, summaries: Sequence[TableSummary]) -> tuple[tuple[Ta
     if used:
         # Uses rank 0's path and date, so that plans are equal on every rank.
         source = f"tuned {summaries[0].path}, {summaries[0].date}"
-        result.append(Table(source, own.tuned.curves, own.tuned.link_gbps))
+        tuned = own.tuned
+        result.append(Table(source, tuned.curves, tuned.link_gbps, tuned.prefetch_tokens))
     if own.seed.curves:
         name = own.found.device.lower().removeprefix("nvidia ")
-        result.append(Table(f"seed {name}", own.seed.curves, own.seed.link_gbps))
+        seed = own.seed
+        result.append(Table(f"seed {name}", seed.curves, seed.link_gbps, seed.prefetch_tokens))
     return tuple(result), warning
 
 
@@ -285,6 +289,7 @@ def document(
         world_size: number of ranks.
         provenance: commit, versions, command and date of the measurement.
     """
+    ahead = measured.prefetch_tokens
     return {
         "format": FORMAT,
         "allnorm": __version__,
@@ -292,6 +297,7 @@ def document(
         "world_size": world_size,
         **provenance,
         "link_gbps": measured.link_gbps,
+        **({} if ahead is None else {"prefetch_tokens": ahead}),
         "entries": [
             {
                 "dtype": dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -11,12 +12,15 @@ import typer
 from rich.console import Console
 
 from allnorm import names, topology
+from allnorm.bench import layers as bench_layers
 from allnorm.bench.modes import Shape
 from allnorm.cli import options, output
 from allnorm.cli.options import Device, Json, Tp, option
 from allnorm.tune import check as tune_check
 from allnorm.tune import crossovers, run, table
+from allnorm.tune import prefetch as tune_prefetch
 from allnorm.tune.check import Point
+from allnorm.tune.prefetch import PrefetchTimes
 from allnorm.tune.run import Job, LinkTimes, Result
 from allnorm.tuning import Curves
 
@@ -25,6 +29,7 @@ _QUANT = {"cuda": "none,per_group:128", "cpu": "none"}
 _MAX_TOKENS = {"cuda": 16384, "cpu": 1024}
 _SPARE_CORES = 0.5  # this many of the cores that the ranks need may be busy
 _PRODUCT = {"cuda": 7168, "cpu": 0}
+_LAYERS = {"cuda": "llama-3.1-8b,llama-3.1-70b", "cpu": "none"}
 _FACTOR = 4  # between the sizes of the coarse grid
 
 
@@ -55,6 +60,13 @@ def tune(
     algorithms: Annotated[
         str, option(f"Candidates, one or more of {', '.join(names.ALGORITHMS)}.")
     ] = "one_shot,two_shot",
+    layers: Annotated[
+        str,
+        option(
+            "Models whose layers are timed with and without prefetch of the next weight, as in "
+            "bench; none: keep what is stored. Default: llama-3.1-8b,llama-3.1-70b; on CPU none."
+        ),
+    ] = "",
     directory: Annotated[
         Path | None,
         option("Folder of the tables. Default: ALLNORM_TUNING_DIR, or the cache folder.", "--dir"),
@@ -89,6 +101,7 @@ def tune(
         algorithms=tuple(options.choices(algorithms, "--algorithms", names.ALGORITHMS)),
         device=where,
         product=_PRODUCT[where] if product is None else product,
+        layers=_models(layers or _LAYERS[where], sizes),
     )
     if not busy:
         _reject_busy_machine(max(sizes))
@@ -100,6 +113,15 @@ def tune(
         held = [_tune(job, size, directory, json, console, yes) for size in sizes]
     if not all(held):
         raise typer.Exit(1)
+
+
+def _models(text: str, sizes: list[int]) -> tuple[str, ...]:
+    """Returns the models of a list, each of which all numbers of ranks can share; () for "none"."""
+    models = () if text == "none" else tuple(options.words(text))
+    with options.of("--layers"):
+        for name, size in itertools.product(models, sizes):
+            bench_layers.find(name, size)
+    return models
 
 
 def _reject_busy_machine(world_size: int) -> None:
@@ -136,6 +158,8 @@ def _tune(
         elif rank == 0 and isinstance(measured, LinkTimes):
             tried = measured
             output.append_json_lines(json, table.link_rows(tried), common)
+        elif rank == 0 and isinstance(measured, PrefetchTimes):
+            output.append_json_lines(json, measured.rows(size), common)
         elif rank == 0:
             rows = table.curve_rows(measured, tried.gbps, job.product)
             output.append_json_lines(json, rows, common)
@@ -146,8 +170,14 @@ def _tune(
     console.print(_table(result, curves, size))
     if link := table.describe_link(result):
         console.print(link)
+    for chain in result.prefetch.chains:
+        text = f"prefetch, {chain.model}, {chain.num_tokens} rows: {chain.gain_us:+.2f} us per call"
+        console.print(text)
+    if result.prefetch.chains:
+        console.print(f"prefetch: {tune_prefetch.describe(result.prefetch.tokens)}")
     wrong = {(str(c), text) for curve in result.curves for c, text in curve.wrong.items()}
     wrong |= {(f"{rate:.0f} GB/s", text) for rate, text in result.link.wrong.items()}
+    wrong |= {("prefetch", text) for text in result.prefetch.errors}
     for candidate, text in sorted(wrong):
         console.print(output.bad(f"{candidate} is excluded, its results are wrong: {text}"))
     console.print(f"{time.monotonic() - began:.0f} s")

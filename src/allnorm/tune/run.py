@@ -19,8 +19,9 @@ from allnorm.bench.run import check_arm
 from allnorm.testing import DTYPES, OnMessage, agree, gather, report, run_ranks
 from allnorm.testing.rank import device
 from allnorm.testing.timing import percentile
-from allnorm.tune import crossovers
+from allnorm.tune import crossovers, prefetch
 from allnorm.tune.crossovers import Candidate, Times
+from allnorm.tune.prefetch import PrefetchTimes
 
 # Two runs agree if no median differs by more than this share (docs/performance.md).
 _STABLE = {"cuda": 0.02, "cpu": 0.1}
@@ -52,6 +53,8 @@ class Job:
     seconds: float = 0.1  # on CPU: approximate time per candidate and shape
     # Input features (K) of the GEMM before each call; 0: no GEMM, a chain of calls.
     product: int = 0
+    # Models of `bench --layers` whose layers are timed with and without prefetch.
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Result:
     curves: list[CurveTimes]  # in the order of the job
     link: LinkTimes = field(default_factory=LinkTimes)  # curves were measured at its rate
     product: int = 0  # as in Job
+    prefetch: PrefetchTimes = field(default_factory=PrefetchTimes)
 
     @property
     def wrong(self) -> set[Candidate]:
@@ -106,7 +110,8 @@ def measure(job: Job, world_size: int, on_message: OnMessage | None = None) -> R
     """Starts ranks that measure, and returns their result.
 
     `on_message` takes a rank and its progress (`text`, `done` and `total`), or a result under
-    `measured`: first the LinkTimes, if any, then each CurveTimes as soon as it is complete.
+    `measured`: first the LinkTimes, if any, then each CurveTimes as soon as it is complete, last
+    the PrefetchTimes.
 
     Raises:
         RankError: a rank raised an error, died or timed out.
@@ -128,9 +133,10 @@ def epilogue_of(quant: str) -> str:
 
 
 def run(rank: int, world_size: int, job: Job) -> Result:
-    """Measures the link rate (on GPUs), then every curve. Collective."""
+    """Measures the link rate (on GPUs), then every curve, then prefetch. Collective."""
     curves = [(d, q, h) for d in job.dtypes for q in job.quants for h in job.hidden_sizes]
     with allnorm.Communicator(device=device()) as comm:
+        tables = comm._endpoint.chooser.traits.tables
         result = Result([], product=job.product)
         if job.device == "cuda" and len(comm.islands) == 1:
             report({"text": "link rate", "done": 0, "total": len(curves)})
@@ -142,6 +148,11 @@ def run(rank: int, world_size: int, job: Job) -> Result:
             curve = _measure_curve(comm, job, dtype, Mode(quant), hidden_size, result.link.gbps)
             report({"measured": curve})
             result.curves.append(curve)
+        if len(comm.islands) == 1:
+            comm._use_tables(tables)  # not the last candidate's
+            times = prefetch.measure(comm, job.layers, job.dtypes[0], job.device, job.seconds)
+            report({"measured": times})
+            result = replace(result, prefetch=times)
         comm.check()
     return result
 

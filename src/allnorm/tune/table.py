@@ -8,7 +8,7 @@ from typing import Any
 
 from allnorm import tuning
 from allnorm.policy import Curve
-from allnorm.tune import crossovers, run
+from allnorm.tune import crossovers, prefetch, run
 from allnorm.tune.run import LINK_SHAPE, CurveTimes, LinkTimes, Result
 from allnorm.tuning import Curves, Measured
 
@@ -29,7 +29,7 @@ def curves_of(result: Result) -> Curves:
 def store(
     result: Result, directory: Path | None, device: str, world_size: int, provenance: dict[str, Any]
 ) -> Path:
-    """Writes the table of a device; keeps stored curves that were not measured again.
+    """Writes the table of a device; keeps what is stored and was not measured again.
 
     For `directory` see `tuning.path_of`. `provenance` has commit, versions, command and date.
 
@@ -37,8 +37,9 @@ def store(
         OSError: the folder or the file cannot be written.
     """
     name, path = tuning.device_name(device), path_of(directory, device, world_size)
-    before = _stored(directory, device, world_size).curves
-    table = Measured(merge(before, curves_of(result)), result.link.gbps)
+    before = _stored(directory, device, world_size)
+    ahead = before.prefetch_tokens if result.prefetch.tokens is None else result.prefetch.tokens
+    table = Measured(merge(before.curves, curves_of(result)), result.link.gbps, ahead)
     tuning.save(path, tuning.document(table, name, world_size, provenance))
     return path
 
@@ -58,6 +59,10 @@ def changes(result: Result, directory: Path | None, device: str, world_size: int
     stored, lines = _stored(directory, device, world_size), []
     if result.link.gbps != stored.link_gbps:
         lines.append(f"link rate: {stored.link_gbps:.0f} -> {result.link.gbps:.0f} GB/s")
+    ahead = result.prefetch.tokens
+    if ahead is not None and ahead != stored.prefetch_tokens:
+        was = prefetch.describe(stored.prefetch_tokens)
+        lines.append(f"prefetch: {was} -> {prefetch.describe(ahead)}")
     before = {(n, c.hidden_size): c for n, curves in stored.curves.items() for c in curves}
     for name, curves in curves_of(result).items():
         for curve in curves:
