@@ -18,6 +18,7 @@ extern "C" {
 // different number.
 #define ALLNORM_ABI_VERSION 9
 #define ALLNORM_MAX_WORLD_SIZE 64
+#define ALLNORM_MAX_SLICES 4
 
 typedef enum AllnormStatus {
   ALLNORM_OK = 0,
@@ -52,6 +53,10 @@ typedef enum AllnormOp {
   // out = float32 sums, not rounded, of the rows that this rank owns. They are added to other
   // islands' sums before ALLNORM_ISLAND_SUMS. Step 1b of docs/numerics.md; TWO_SHOT only.
   ALLNORM_SUM_ROWS = 3,
+  // RMSNorm of rows that are spread over the ranks: each rank has a slice of every row. Multiple
+  // tensors share one exchange, of the sums of squares. ONE_SHOT only. Uses `slices` in place of x,
+  // weight and out.
+  ALLNORM_RMS_NORM_SHARDED = 4,
 } AllnormOp;
 
 // Quantization of the normed row in ALLNORM_ADD_RMS_NORM: to float8_e4m3fn, or to e2m1 (NVFP4).
@@ -78,6 +83,19 @@ typedef enum AllnormNumerics {
   ALLNORM_TRANSFORMERS = 2,
   ALLNORM_VLLM = 3,
 } AllnormNumerics;
+
+// One tensor of RMS_NORM_SHARDED: this rank's slice of every row. A row is the concatenation of all
+// ranks' slices, which have the same size.
+typedef struct AllnormSlice {
+  const void* x;       // [num_tokens, local_size] of dtype
+  const void* weight;  // [local_size], the weight's slice
+  void* out;           // [num_tokens, local_size] of dtype; may be x
+  int64_t local_size;
+  int64_t x_stride;
+  int64_t out_stride;
+  int32_t weight_dtype;  // dtype, or ALLNORM_FLOAT32
+  int32_t padding;       // 0
+} AllnormSlice;
 
 // One call. Strides are distances between rows in elements of the tensor's dtype; columns are
 // contiguous.
@@ -167,6 +185,17 @@ typedef struct AllnormCall {
   // none. allnorm_run on CUDA only; may differ between ranks.
   const void* prefetch;
   int64_t prefetch_bytes;
+
+  // RMS_NORM_SHARDED only. hidden_size is the sum of all local_size. The whole row, local_size *
+  // world_size, has at most 2^20 - 1 elements.
+  AllnormSlice slices[ALLNORM_MAX_SLICES];
+  int32_t num_slices;      // 1 to ALLNORM_MAX_SLICES
+  int32_t slices_padding;  // 0
+  // allnorm_local: sums of squares, float32 [num_slices, num_tokens]. With num_sources 0, an
+  // output, and the only result: the sums of these slices. With num_sources of at least 1, an
+  // input: the sums of num_sources ranks, source_stride elements apart, which are added in order.
+  // NULL: the rows are whole, and num_sources is 1.
+  void* square_sums;
 } AllnormCall;
 
 typedef enum AllnormCallFlags {
@@ -293,7 +322,8 @@ ALLNORM_API int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call);
 // Sums call->num_sources sources in order (x + i * source_stride), then applies the op; not
 // collective. ALL_GATHER_ROWS and SUM_ROWS are not allowed. Any hidden_size. With one source, the
 // call is a plain add + RMSNorm (+ quantization) of a reduced tensor. Ignores
-// ALLNORM_RESIDUAL_SHARDED, because every row is this rank's.
+// ALLNORM_RESIDUAL_SHARDED, because every row is this rank's. RMS_NORM_SHARDED: one of its two
+// parts, see square_sums.
 ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
 
 // Copies the failure record; never waits. Returns fault->status.

@@ -46,6 +46,10 @@ SCHEMAS = {
         "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, "
         'str algorithm="auto") -> Tensor'
     ),
+    "rms_norm_sharded": (
+        "allnorm::rms_norm_sharded(Tensor[] tensors, Tensor[] weights, float eps, "
+        'float weight_bias, str numerics, str comm_name, str algorithm="auto") -> Tensor[]'
+    ),
     "add_rms_norm_quant": (
         "allnorm::add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, "
         f"{QUANT}, float weight_bias, str numerics, {BOUNDARY}) -> {FOUR}"

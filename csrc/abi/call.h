@@ -47,6 +47,16 @@ inline bool takes_sums(const AllnormCall& call) { return (call.flags & ALLNORM_I
 inline bool is_hierarchical(const AllnormCall& call) {
   return makes_sums(call) || takes_sums(call);
 }
+// Returns whether the call norms slices of rows that are spread over the ranks.
+inline bool norms_slices(const AllnormCall& call) { return call.op == ALLNORM_RMS_NORM_SHARDED; }
+// Returns the slice with the most elements of a checked call.
+inline int64_t widest_slice(const AllnormCall& call) {
+  int64_t widest = 0;
+  for (int i = 0; i < call.num_slices; ++i) {
+    widest = call.slices[i].local_size > widest ? call.slices[i].local_size : widest;
+  }
+  return widest;
+}
 // Returns whether every row has an owner, the rank that sums it. Kernels then process rows in
 // dealt_row() order.
 inline bool uses_owners(const AllnormCall& call) {

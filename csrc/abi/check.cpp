@@ -1,11 +1,13 @@
 #include "abi/check.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 #include "abi/call.h"
 #include "abi/error.h"
 #include "allnorm.h"
+#include "protocol/call_tag.h"
 
 namespace allnorm {
 namespace {
@@ -103,14 +105,53 @@ int32_t check_norm(const AllnormCall& call) {
   return status == ALLNORM_OK ? check_quant(call) : status;
 }
 
+// Checks the number and the sizes of slices.
+int32_t check_slices(const AllnormCall& call) {
+  if (call.numerics < ALLNORM_ROUNDED || call.numerics > ALLNORM_VLLM) {
+    return invalid("numerics", call.numerics, "an AllnormNumerics, 0 to 3");
+  }
+  if (const int32_t status = check_eps("eps", call.eps)) return status;
+  if ((call.flags & ~ALLNORM_NO_PDL) != 0) {
+    return invalid("flags", call.flags, "0 or ALLNORM_NO_PDL (1) with RMS_NORM_SHARDED");
+  }
+  if (call.top_k != 0) return invalid("top_k", call.top_k, "0 with RMS_NORM_SHARDED");
+  if (call.num_slices < 1 || call.num_slices > ALLNORM_MAX_SLICES) {
+    return invalid("num_slices", call.num_slices, "1 to 4");
+  }
+  int64_t sum = 0;
+  for (int i = 0; i < call.num_slices; ++i) {
+    const AllnormSlice& slice = call.slices[i];
+    if (slice.local_size < 1 || slice.local_size > kMaxHiddenSize) {
+      return invalid("local_size", slice.local_size, "1 to 2^20 - 1");
+    }
+    if (slice.weight_dtype != call.dtype && slice.weight_dtype != ALLNORM_FLOAT32) {
+      return invalid("weight_dtype", slice.weight_dtype, "the dtype of x, or float32 (0)");
+    }
+    sum += slice.local_size;
+  }
+  if (sum == call.hidden_size) return ALLNORM_OK;
+  return fail(ALLNORM_INVALID_ARGUMENT,
+              "hidden_size is %lld; expected the sum of all local_size, which is %lld",
+              static_cast<long long>(call.hidden_size), static_cast<long long>(sum));
+}
+
+// Checks the size of whole rows, which consist of the slices of `ranks` ranks.
+int32_t check_whole_rows(const AllnormCall& call, int ranks) {
+  if (widest_slice(call) * ranks <= kMaxHiddenSize) return ALLNORM_OK;
+  return fail(ALLNORM_INVALID_ARGUMENT,
+              "a row of %lld elements on each of %d ranks; expected at most %lld elements in all",
+              static_cast<long long>(widest_slice(call)), ranks,
+              static_cast<long long>(kMaxHiddenSize));
+}
+
 // Checks everything but sizes and memory.
 int32_t check_call(const AllnormCall* call) {
   if (call == nullptr) return missing("call");
   if (const int32_t status = check_struct("AllnormCall", call->struct_bytes, sizeof(AllnormCall))) {
     return status;
   }
-  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_SUM_ROWS) {
-    return invalid("op", call->op, "an AllnormOp, 0 to 3");
+  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_RMS_NORM_SHARDED) {
+    return invalid("op", call->op, "an AllnormOp, 0 to 4");
   }
   if (call->dtype < ALLNORM_FLOAT32 || call->dtype > ALLNORM_BFLOAT16) {
     return invalid("dtype", call->dtype, "an AllnormDtype, 0 to 2");
@@ -151,6 +192,7 @@ int32_t check_call(const AllnormCall* call) {
                      "float16 (1) or bfloat16 (2) with ALLNORM_FLOAT32_RESIDUAL");
     }
   }
+  if (norms_slices(*call)) return check_slices(*call);
   return is_norm(*call) ? check_norm(*call) : ALLNORM_OK;
 }
 
@@ -192,6 +234,9 @@ int32_t check_algorithm(const AllnormCall& call) {
   if (call.algorithm != ALLNORM_ONE_SHOT && call.algorithm != ALLNORM_TWO_SHOT) {
     return invalid("algorithm", call.algorithm, "an AllnormAlgorithm, 0 or 1");
   }
+  if (call.algorithm == ALLNORM_TWO_SHOT && norms_slices(call)) {
+    return invalid("algorithm", call.algorithm, "ONE_SHOT (0) with RMS_NORM_SHARDED");
+  }
   if (call.algorithm == ALLNORM_ONE_SHOT && is_norm(call) && is_sharded(call)) {
     return invalid("algorithm", call.algorithm, "TWO_SHOT (1) for a sharded residual");
   }
@@ -209,6 +254,18 @@ int32_t check_algorithm(const AllnormCall& call) {
   }
   if (sums_experts(call)) return invalid("top_k", call.top_k, "0 with ALLNORM_ISLAND_SUMS");
   return check_sources(call);
+}
+
+// Checks one of the two local parts of RMS_NORM_SHARDED.
+int32_t check_local_slices(const AllnormCall& call) {
+  const bool alone = call.square_sums == nullptr;
+  int32_t status = check_num_tokens(call);
+  if (status == ALLNORM_OK && alone && call.num_sources != 1) {
+    status = invalid("num_sources", call.num_sources, "1 without square_sums");
+  }
+  if (status == ALLNORM_OK && call.num_sources != 0) status = check_sources(call);
+  if (status == ALLNORM_OK) status = check_whole_rows(call, std::max(1, call.num_sources));
+  return status == ALLNORM_OK ? check_slice_memory(call, true) : status;
 }
 
 }  // namespace
@@ -236,14 +293,19 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
+  if (norms_slices(*call)) {
+    status = check_whole_rows(*call, config->world_size);
+    return status == ALLNORM_OK ? check_slice_memory(*call, false) : status;
+  }
   return check_memory(*call, takes_sums(*call) ? call->num_sources : 1, held_rows(*config, *call),
                       owned_rows(*config, *call));
 }
 
 int32_t check_local(const AllnormCall* call) {
   int32_t status = check_call(call);
+  if (status == ALLNORM_OK && norms_slices(*call)) return check_local_slices(*call);
   if (status == ALLNORM_OK && call->op > ALLNORM_ADD_RMS_NORM) {
-    status = invalid("op", call->op, "an op that sums, 0 or 1");
+    status = invalid("op", call->op, "an op that sums, 0 or 1, or RMS_NORM_SHARDED (4)");
   }
   if (status == ALLNORM_OK && takes_sums(*call)) {
     status = invalid("flags", call->flags, "no ALLNORM_ISLAND_SUMS (32) in a local call");

@@ -21,6 +21,10 @@ int32_t check_local(const AllnormCall* call);
 // rank sums for its peers, which are also the rows of island sums.
 int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& held,
                      const RowRange& owned);
+// Checks the memory of a call's slices. `local`: whether square_sums is used.
+int32_t check_slice_memory(const AllnormCall& call, bool local);
+// Checks whether every slice is aligned, as check_alignment() does for rows.
+int32_t check_slice_alignment(const AllnormCall& call);
 // Checks whether every row is aligned for loads and stores of whole packs, as the CUDA kernels of
 // allnorm_run() require. `held` and `owned` as for check_memory().
 int32_t check_alignment(const AllnormCall& call, const RowRange& held, const RowRange& owned);

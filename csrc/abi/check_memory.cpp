@@ -2,6 +2,7 @@
 // overlap, and results must be separate from everything else.
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 
 #include "abi/call.h"
 #include "abi/check.h"
@@ -20,6 +21,22 @@ struct Range {
   uintptr_t begin;
   uintptr_t end;
   int64_t stride;  // elements between rows; 0 for a single row
+  int64_t columns;
+  int64_t element_bytes;
+  bool is_matrix;  // has only rows of `columns` elements, `stride` apart
+
+  // Returns whether the rows of both tensors alternate in memory, as those of q and k in one matrix
+  // do.
+  bool alternates_with(const Range& other) const {
+    const bool alike = stride == other.stride && element_bytes == other.element_bytes;
+    if (!is_matrix || !other.is_matrix || !alike || stride <= 0) return false;
+    const Range& low = begin < other.begin ? *this : other;
+    const Range& high = begin < other.begin ? other : *this;
+    const auto row = static_cast<uintptr_t>(stride * element_bytes);
+    const uintptr_t apart = (high.begin - low.begin) % row;
+    return apart >= static_cast<uintptr_t>(low.columns * element_bytes) &&
+           apart + static_cast<uintptr_t>(high.columns * element_bytes) <= row;
+  }
 };
 
 // The elements of a tensor: `columns` elements that follow `skipped` unused ones. They repeat
@@ -69,8 +86,13 @@ class Tensors {
                      name, static_cast<long long>(extent.repeats + 1),
                      static_cast<long long>(extent.stride));
     } else {
-      ranges_[count_++] = {name, address + static_cast<uintptr_t>(extent.skipped) * width, end,
-                           extent.repeats == 0 ? 0 : extent.stride};
+      ranges_[count_++] = {name,
+                           address + static_cast<uintptr_t>(extent.skipped) * width,
+                           end,
+                           extent.repeats == 0 ? 0 : extent.stride,
+                           extent.columns,
+                           element_bytes,
+                           extent.far_repeats <= 0 && extent.skipped == 0};
     }
   }
 
@@ -87,6 +109,7 @@ class Tensors {
       if (result.begin >= other.end || other.begin >= result.end) continue;
       const bool may_be = allowed == other.name;
       if (may_be && result.begin == other.begin && result.stride == other.stride) continue;
+      if (result.alternates_with(other)) continue;
       status_ = fail(ALLNORM_INVALID_ARGUMENT, "%s and %s overlap; expected %s", name, other.name,
                      may_be ? "the same rows or none" : "distinct memory");
       return;
@@ -94,7 +117,7 @@ class Tensors {
   }
 
  private:
-  static constexpr int kMost = 12;
+  static constexpr int kMost = 16;
   Range ranges_[kMost];
   int count_ = 0;
   int32_t status_ = ALLNORM_OK;
@@ -287,6 +310,69 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
   }
   if (scales && result_rows > 0) all.add_result("scale", call.scale, scale_bytes, scale);
   return all.status();
+}
+
+int32_t check_slice_memory(const AllnormCall& call, bool local) {
+  static constexpr const char* kXs[] = {"slices[0].x", "slices[1].x", "slices[2].x", "slices[3].x"};
+  const bool sums = local && call.square_sums != nullptr;
+  const bool normed = !sums || call.num_sources > 0;
+  const int64_t width = element_bytes(call.dtype), last = call.num_tokens - 1;
+  for (int i = 0; i < call.num_slices; ++i) {
+    const AllnormSlice& slice = call.slices[i];
+    for (const auto& [name, stride, least] : {std::tuple("x_stride", slice.x_stride, int64_t{0}),
+                                              {"out_stride", slice.out_stride, slice.local_size}}) {
+      if (stride < -kFarthest || stride > kFarthest) {
+        return invalid(name, stride, "-2^48 to 2^48 elements");
+      }
+      if (last > 0 && stride < least && (least == 0 || normed)) {
+        return invalid(name, stride, least == 0 ? "at least 0" : "at least local_size");
+      }
+    }
+    if (call.num_tokens == 0) continue;
+    if (slice.x == nullptr) return missing("slices.x");
+    if (normed && slice.weight == nullptr) return missing("slices.weight");
+    if (normed && slice.out == nullptr) return missing("slices.out");
+  }
+  if (call.num_tokens == 0) return ALLNORM_OK;
+  Tensors all;
+  for (int i = 0; i < call.num_slices; ++i) {
+    const AllnormSlice& slice = call.slices[i];
+    all.add(kXs[i], slice.x, width, {slice.local_size, last, slice.x_stride});
+    if (!normed) continue;
+    all.add("slices.weight", slice.weight, element_bytes(slice.weight_dtype), {slice.local_size});
+  }
+  const Extent units = {.columns = call.num_slices * call.num_tokens,
+                        .repeats = std::max(0, call.num_sources - 1),
+                        .stride = call.source_stride};
+  if (sums && normed) all.add("square_sums", call.square_sums, 4, units);
+  if (sums && !normed) all.add_result("square_sums", call.square_sums, 4, units);
+  for (int i = 0; normed && i < call.num_slices; ++i) {
+    const AllnormSlice& slice = call.slices[i];
+    all.add_result("slices.out", slice.out, width, {slice.local_size, last, slice.out_stride},
+                   kXs[i]);
+  }
+  return all.status();
+}
+
+int32_t check_slice_alignment(const AllnormCall& call) {
+  const int64_t width = element_bytes(call.dtype);
+  const auto is_aligned = [&](const void* data, int64_t stride) {
+    const bool apart = call.num_tokens < 2 || stride * width % kPackBytes == 0;
+    return apart && reinterpret_cast<uintptr_t>(data) % kPackBytes == 0;
+  };
+  for (int i = 0; i < call.num_slices; ++i) {
+    const AllnormSlice& slice = call.slices[i];
+    if (is_aligned(slice.x, slice.x_stride) && is_aligned(slice.out, slice.out_stride) &&
+        is_aligned(slice.weight, 0)) {
+      continue;
+    }
+    return fail(
+        ALLNORM_INVALID_ARGUMENT,
+        "the rows or the weight of slice %d are not aligned; expected multiples of %d bytes: "
+        "pass a copy",
+        i, kPackBytes);
+  }
+  return ALLNORM_OK;
 }
 
 int32_t check_alignment(const AllnormCall& call, const RowRange& held, const RowRange& owned) {

@@ -24,12 +24,24 @@ inline uint64_t hash_of_change(const AllnormCall& call) {
   return ((norm ^ norm >> 32) * 0xff51afd7ed558ccdu) ^ (rest >> 31) * 0xc4ceb9fe1a85ec53u;
 }
 
+// Hashes the arguments of RMS_NORM_SHARDED, to 24 bits.
+inline uint32_t hash_of_slices(const AllnormCall& call) {
+  uint64_t hash = hash_of(call.weight_bias, call.eps);
+  for (int i = 0; i < call.num_slices; ++i) {
+    const AllnormSlice& slice = call.slices[i];
+    hash = (hash ^ hash >> 32) * 0xff51afd7ed558ccdu + static_cast<uint64_t>(slice.local_size) * 2 +
+           (slice.weight_dtype == ALLNORM_FLOAT32);
+  }
+  return static_cast<uint32_t>((hash ^ hash >> 32) * 0xc4ceb9fe1a85ec53u >> 40);
+}
+
 // Encodes the arguments that change results but not messages: the weight dtype, the scale format,
 // and a hash of eps, weight_bias, step 1c, whether scales are in tiles, whether the residual is
 // float32, and whether rows are gathered. Different calls collide with probability 2^-21; calls
 // that differ only in one of the last three never collide.
 inline uint32_t call_details(const AllnormCall& call) {
   if (makes_sums(call)) return 1;  // an ALL_REDUCE of island sums has 0
+  if (norms_slices(call)) return hash_of_slices(call);
   if (!is_norm(call)) return 0;
   uint64_t hash = hash_of(call.weight_bias, call.eps);
   // In a hierarchical call's tag, the algorithm does not show whether the residual is sharded.
@@ -47,6 +59,7 @@ inline TagOp tag_op(const AllnormCall& call) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) {
     return is_announcement(call) ? TagOp::kAnnouncement : TagOp::kAllGatherRows;
   }
+  if (norms_slices(call)) return TagOp::kSlices;
   if (!is_norm(call)) return TagOp::kAllReduce;
   if (ends_with_sum(call)) return TagOp::kNoNorm;
   if (is_nvfp4(call)) return TagOp::kNvFp4;
@@ -65,7 +78,7 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
       .algorithm = is_hierarchical(call) ? 3
                    : is_sharded(call)    ? 2
                                          : call.algorithm,
-      .numerics = norm ? call.numerics : 0,
+      .numerics = norm || norms_slices(call) ? call.numerics : 0,
       .has_residual = norm && call.residual != nullptr,
       .wants_normed = is_quantized(call) && call.out != nullptr,
       .op = tag_op(call),

@@ -29,6 +29,11 @@ Rows matrix(void* data, int64_t stride_bytes, int64_t row) {
   return Rows{static_cast<std::byte*>(data), stride_bytes}.from(row);
 }
 
+// Returns the bytes of a row's sums of squares, one per tensor.
+int64_t slice_sums_bytes(const AllnormCall& call) {
+  return static_cast<int64_t>(sizeof(float)) * call.num_slices;
+}
+
 // Returns the number of bytes that peers read per row finished by its owner.
 FinishedRow finished_row(const AllnormCall& call) {
   if (makes_sums(call) || keeps_rows(call)) return {};
@@ -99,6 +104,8 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
   if (workspace_bytes < PullControl::kBytes) return 0;
   const int64_t phase_bytes = PullLayout::phase_bytes(workspace_bytes);
+  // Only sums of squares are exchanged.
+  if (norms_slices(call)) return std::min(phase_bytes, kChunkBytes) / slice_sums_bytes(call);
   if (uses_owners(call)) {
     // A chunk consists of whole rounds, so that each owner's rows in it are contiguous.
     const int64_t round_bytes =
@@ -116,6 +123,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 }
 
 PullLayout pull_layout(int world_size, const AllnormCall& call, int64_t rows) {
+  if (norms_slices(call)) return {.rows = rows, .row_bytes = slice_sums_bytes(call)};
   PullLayout layout = {.rows = rows, .row_bytes = call.hidden_size * element_bytes(call.dtype)};
   if (uses_owners(call) && call.op != ALLNORM_ALL_GATHER_ROWS) {
     layout.owned = (rows + world_size - 1) / world_size;
@@ -201,6 +209,25 @@ RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
   return task;
 }
 
+RowOp slice_op(const AllnormCall& call, int slice, int num_ranks, float* scratch) {
+  RowOp op = row_op(call, scratch);
+  op.hidden_size = call.slices[slice].local_size;
+  op.weight = call.slices[slice].weight;
+  op.weight_dtype = call.slices[slice].weight_dtype;
+  op.row_elems = op.hidden_size * num_ranks;
+  return op;
+}
+
+ConstRows slice_rows(const AllnormCall& call, int slice, int64_t row) {
+  const AllnormSlice& of = call.slices[slice];
+  return matrix(of.x, of.x_stride * element_bytes(call.dtype), row);
+}
+
+Rows slice_out(const AllnormCall& call, int slice, int64_t row) {
+  const AllnormSlice& of = call.slices[slice];
+  return matrix(of.out, of.out_stride * element_bytes(call.dtype), row);
+}
+
 void zero_scale_padding(const AllnormCall& call, int64_t num_rows) {
   const int64_t scales = scales_per_row(call);
   if (scales == 0 || num_rows == 0) return;
@@ -232,6 +259,13 @@ void zero_scale_padding(const AllnormCall& call, int64_t num_rows) {
 }
 
 void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) {
+  if (norms_slices(call)) {
+    for (int i = 0; i < call.num_slices; ++i) {
+      fill_nan(slice_out(call, i, first), call.num_tokens - first, call.slices[i].local_size,
+               element_bytes(call.dtype));
+    }
+    return;
+  }
   const RowRange own = row_shard(call.num_tokens, world_size, rank);
   const int64_t num_own = own.end - own.begin;
   const int64_t done = first / world_size;  // finished rows per owner
@@ -256,11 +290,56 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
            element_bytes(residual_dtype(call)));
 }
 
+namespace {
+
+// Runs a local part of RMS_NORM_SHARDED.
+void run_local_slices(const AllnormCall& call, float* scratch) {
+  auto* const given = static_cast<float*>(call.square_sums);
+  for (int i = 0; i < call.num_slices; ++i) {
+    const ConstRows x = slice_rows(call, i, 0);
+    float* const sums = given == nullptr ? nullptr : given + i * call.num_tokens;
+    RowTask task = {.sources = &x, .num_sources = 1, .out = slice_out(call, i, 0)};
+    task.sums_stride = 1;
+    if (given != nullptr) {
+      const float* of_ranks[ALLNORM_MAX_WORLD_SIZE];
+      for (int rank = 0; rank < call.num_sources; ++rank) {
+        of_ranks[rank] = sums + rank * call.source_stride;
+      }
+      task.sums = of_ranks;
+      task.num_sums = call.num_sources;
+      task.own_sums = sums;
+      task.num_rows = call.num_tokens;
+      best_isa().run_rows(slice_op(call, i, call.num_sources, scratch), task);
+      continue;
+    }
+    // One row at a time: its sum, then its norm.
+    const RowOp op = slice_op(call, i, 1, scratch);
+    for (int64_t row = 0; row < call.num_tokens; ++row) {
+      float own = 0.0f;
+      const float* const own_sum = &own;
+      const ConstRows from = x.from(row);
+      RowTask one = {.sources = &from, .num_sources = 1, .out = slice_out(call, i, row)};
+      one.num_rows = 1;
+      one.own_sums = &own;
+      best_isa().run_rows(op, one);
+      one.sums = &own_sum;
+      one.num_sums = 1;
+      best_isa().run_rows(op, one);
+    }
+  }
+}
+
+}  // namespace
+
 int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
   thread_local Scratch scratch;
   float* const memory = scratch.reserve(call.hidden_size);
   if (memory == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a scratch row");
+  if (norms_slices(call)) {
+    run_local_slices(call, memory);
+    return ALLNORM_OK;
+  }
   ConstRows sources[ALLNORM_MAX_WORLD_SIZE];
   for (int i = 0; i < call.num_sources; ++i) {
     sources[i] = x_rows(call, 0);

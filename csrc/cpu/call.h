@@ -34,6 +34,11 @@ ExpertRows expert_rows(const AllnormCall& call, int64_t token);
 // The caller sets sources and num_rows.
 RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row);
 
+// Return the operation, the rows and the results of one tensor of RMS_NORM_SHARDED, from `row` on.
+RowOp slice_op(const AllnormCall& call, int slice, int num_ranks, float* scratch);
+ConstRows slice_rows(const AllnormCall& call, int slice, int64_t row);
+Rows slice_out(const AllnormCall& call, int slice, int64_t row);
+
 // Zeroes the scales that no row kernel writes: those of padding rows, which follow `num_rows` rows,
 // and the bytes of groups that do not exist.
 void zero_scale_padding(const AllnormCall& call, int64_t num_rows);

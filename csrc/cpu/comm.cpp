@@ -6,8 +6,8 @@
 //
 // Contract. In operation e a rank writes only into its own workspace, phase e mod 2:
 //   step 1  its tag and partial rows. Then it publishes 2e + 1, after which peers read them.
-//           all_gather_rows: its tag and its own rows. Island sums: only its tag, published
-//           with step 2.
+//           all_gather_rows: its tag and its own rows. rms_norm_sharded: its tag and the sums of
+//           squares of its slices. Island sums: only its tag, published with step 2.
 //   step 2  (two_shot) the sums of the rows it owns. Then it publishes 2e + 2, after which peers
 //           read them. (sharded) instead of sums, the finished rows that it owns: normed, quantized
 //           or both. (sum_rows, kept) nothing is written or published, because only this rank
@@ -249,6 +249,7 @@ bool CpuCommunicator::run_chunk(const Chunk& chunk) {
   const bool in_one_hop = !chunk.has_owners && chunk.call.algorithm == ALLNORM_ONE_SHOT;
   ++(in_one_hop ? one_shots_ : two_shots_);
   if (chunk.call.op == ALLNORM_ALL_GATHER_ROWS) return all_gather(chunk);
+  if (norms_slices(chunk.call)) return norm_slices(chunk);
   if (makes_sums(chunk.call)) return sum_rows(chunk);
   if (takes_sums(chunk.call)) return island_sums(chunk);
   if (keeps_rows(chunk.call)) return kept(chunk);

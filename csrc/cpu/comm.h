@@ -73,6 +73,7 @@ class CpuCommunicator {
   bool sum_rows(const Chunk& chunk);
   bool island_sums(const Chunk& chunk);
   bool all_gather(const Chunk& chunk);
+  bool norm_slices(const Chunk& chunk);
   OwnedRows owned_rows(const Chunk& chunk, int owner) const;
   // Step 1 of two_shot, sharded, kept and sum_rows. Sets `sources` to the partials of the rows that
   // this rank owns.

@@ -220,6 +220,48 @@ static void norm_row(const RowOp& op, const RowPointers<T>& row, int num_sources
   kFormats<T>[static_cast<int>(op.format)](op, y, row);
 }
 
+// Loads a slice of a row to z, and returns its sum of squares: numerics step 4.
+template <class T>
+static float load_slice(const RowOp& op, const typename T::Storage* x) {
+  constexpr int kChunk = kChunkElems<T>;
+  const int64_t num_chunks = (op.hidden_size + kChunk - 1) / kChunk;
+  float* const z = op.scratch;
+  float* const chunk_sums = z + num_chunks * kChunk;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const int64_t begin = chunk * kChunk, left = op.hidden_size - begin;
+    if (left < kChunk) memset(z + begin, 0, sizeof(float) * kChunk);
+    for_each_pair<T>(begin, begin + (left < kChunk ? left : kChunk),
+                     [&](int64_t i, auto access)
+                         __attribute__((always_inline)) { store_pair(z + i, access.load(x + i)); });
+    chunk_sums[chunk] = chunk_square_sum<T>(z + begin);
+  }
+  return butterfly(chunk_sums, num_chunks);
+}
+
+// Norms slices of rows, or computes only their sums of squares.
+template <class T>
+static void run_slices(const RowOp& op, const RowTask& task) {
+  using Storage = typename T::Storage;
+  for (int64_t i = 0; i < task.num_rows; ++i) {
+    const float own =
+        load_slice<T>(op, reinterpret_cast<const Storage*>(task.sources[0].from(i).data));
+    const int64_t at = i * task.sums_stride;
+    if (task.num_sums == 0) {
+      task.own_sums[at] = own;
+      continue;
+    }
+    float total = task.sums[0][at];
+    for (int rank = 1; rank < task.num_sums; ++rank) total += task.sums[rank][at];
+    const float rstd = reciprocal_rms(total, static_cast<float>(op.row_elems), op.eps);
+    auto* const y = reinterpret_cast<Storage*>(task.out.from(i).data);
+    if (op.weight_dtype == ALLNORM_FLOAT32) {
+      scale_row<T, Float32>(op, op.scratch, rstd, y);
+    } else {
+      scale_row<T, T>(op, op.scratch, rstd, y);
+    }
+  }
+}
+
 // Applies only numerics step 1.
 template <class T, int kSources>
 static void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {

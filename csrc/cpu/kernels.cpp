@@ -74,6 +74,7 @@ void run_typed(const RowOp& op, const RowTask& task) {
 
 template <class T>
 void run_dtype(const RowOp& op, const RowTask& task) {
+  if (op.op == ALLNORM_RMS_NORM_SHARDED) return run_slices<T>(op, task);
   if (op.of_sums || op.op == ALLNORM_SUM_ROWS) return run_sums<T>(op, task);
   if (task.num_sources == 1) return run_typed<T, 1>(op, task);
   if (task.num_sources == 2) return run_typed<T, 2>(op, task);

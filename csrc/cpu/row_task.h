@@ -138,13 +138,16 @@ struct RowOp {
   bool float32_residual = false;
   // ALLNORM_ALL_REDUCE: whether the sources are float32 sums from ALLNORM_SUM_ROWS.
   bool of_sums = false;
+  // ALLNORM_RMS_NORM_SHARDED: elements of a whole row; hidden_size is those of a slice.
+  int64_t row_elems = 0;
 };
 
 // The rows of one step. With experts, the experts' rows are the only source and must not be `out`;
 // otherwise `out` may be one of the sources, and `residual_out` may be `residual`, in both cases
 // row by row. residual.data may be null, and so may out.data if the row is quantized.
 // ALLNORM_ALL_REDUCE does not use residual_out. `quantized` and `scales` are used only if the row
-// is quantized. For ALLNORM_SUM_ROWS, `out` is float32.
+// is quantized. For ALLNORM_SUM_ROWS, `out` is float32. For ALLNORM_RMS_NORM_SHARDED, the only
+// source is the slice of each row, and `out` may be the source.
 struct RowTask {
   const ConstRows* sources = nullptr;
   int num_sources = 0;
@@ -155,6 +158,13 @@ struct RowTask {
   Rows quantized = {};
   ScaleRows scales = {};
   ExpertRows experts = {};
+  // ALLNORM_RMS_NORM_SHARDED: the rows' sums of squares, `sums_stride` floats apart: those of
+  // num_sums ranks, which are added in order. If num_sums is 0, the sums of these slices are
+  // written to `own_sums`, and no row is normed.
+  const float* const* sums = nullptr;
+  int num_sums = 0;
+  float* own_sums = nullptr;
+  int64_t sums_stride = 0;
 };
 
 using RowKernel = void (*)(const RowOp& op, const RowTask& task);

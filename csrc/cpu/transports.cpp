@@ -247,6 +247,34 @@ void CpuCommunicator::copy_out(const Chunk& chunk, int owner) {
   }
 }
 
+// rms_norm_sharded: one_shot for the sums of squares, one float32 per row and tensor.
+bool CpuCommunicator::norm_slices(const Chunk& chunk) {
+  const AllnormCall& call = chunk.call;
+  const auto sums_of = [&](int rank, int slice) {
+    return reinterpret_cast<float*>(phase(rank)) + slice;
+  };
+  const auto run = [&](int slice, int num_sums) {
+    const ConstRows x = slice_rows(call, slice, chunk.begin);
+    const float* sums[kMaxWorldSize];
+    for (int rank = 0; rank < config_.world_size; ++rank) sums[rank] = sums_of(rank, slice);
+    RowTask task = {.sources = &x, .num_sources = 1, .out = slice_out(call, slice, chunk.begin)};
+    task.num_rows = chunk.layout.rows;
+    task.sums = sums;
+    task.num_sums = num_sums;
+    task.own_sums = sums_of(config_.rank, slice);
+    task.sums_stride = call.num_slices;
+    best_isa().run_rows(slice_op(call, slice, config_.world_size, chunk.op.scratch), task);
+  };
+  announce(chunk.tag);
+  for (int slice = 0; slice < call.num_slices; ++slice) run(slice, 0);
+  publish(1);
+  for (int rank = 0; rank < config_.world_size; ++rank) {
+    if (rank != config_.rank && !wait(rank, 1, chunk.tag)) return false;
+  }
+  for (int slice = 0; slice < call.num_slices; ++slice) run(slice, config_.world_size);
+  return true;
+}
+
 bool CpuCommunicator::all_gather(const Chunk& chunk) {
   const int64_t row_bytes = chunk.layout.row_bytes;
   const OwnedRows own = owned_rows(chunk, config_.rank);

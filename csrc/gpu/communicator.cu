@@ -8,11 +8,27 @@
 
 namespace allnorm {
 
+namespace {
+
+// Returns rows_per_chunk() for RMS_NORM_SHARDED.
+int64_t slices_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call) {
+  for (int i = 0; i < call.num_slices; ++i) {
+    const int64_t bytes = call.slices[i].local_size * element_bytes(call.dtype);
+    if (bytes % kPackBytes != 0 || bytes > kMaxSlicePacks * kPackBytes) return 0;
+  }
+  const SlotBytes slot = slot_bytes(world_size, call);
+  const int64_t rows = PushLayout::phases(workspace_bytes, 0).bytes / slot.bytes;
+  return std::min(rows, kMaxRows / kMaxSlices);
+}
+
+}  // namespace
+
 int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCall& call) {
   if (world_size < 2 || world_size > kPushMaxWorldSize || call.hidden_size > kMaxHiddenSize ||
       workspace_bytes < PushControl::kBytes) {
     return 0;
   }
+  if (norms_slices(call)) return slices_per_chunk(world_size, workspace_bytes, call);
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
   const int64_t most_packs = uses_owners(call) ? kMaxThreads * kMaxClusterSize : kMostPacks;
   if (row_bytes % kPackBytes != 0 || row_bytes > most_packs * kPackBytes) return 0;
@@ -82,6 +98,11 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
                 seen.peer);
   }
   const int64_t rows = rows_per_chunk(config_.world_size, config_.workspace_bytes, call);
+  if (rows == 0 && norms_slices(call)) {
+    return fail(ALLNORM_UNSUPPORTED,
+                "a slice does not fit: expected multiples of %d bytes, at most %d bytes",
+                kPackBytes, kMaxSlicePacks * kPackBytes);
+  }
   if (rows == 0) {
     // Without clusters, rows with owners have a limit of their own.
     const int32_t status = uses_owners(call) ? check_width(device_, call) : ALLNORM_OK;
@@ -94,7 +115,9 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
         static_cast<long long>(config_.workspace_bytes));
   }
   int32_t status = ALLNORM_OK;
-  if (call.num_tokens > 0) {  // without rows no memory is accessed
+  if (call.num_tokens > 0 && norms_slices(call)) {
+    status = check_slice_alignment(call);
+  } else if (call.num_tokens > 0) {  // without rows no memory is accessed
     status = check_format(device_, call);
     if (status == ALLNORM_OK) status = check_width(device_, call);
     if (status == ALLNORM_OK)
@@ -130,7 +153,11 @@ int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, St
   int32_t status = ALLNORM_OK;
   for (int64_t first = 0; first < call.num_tokens && status == ALLNORM_OK; first += height) {
     const int64_t count = std::min(height, call.num_tokens - first);
-    if (owned) {
+    if (norms_slices(call)) {
+      const SlicesParams params =
+          fused_slices_params(config_, call, first, count, fault_on_device_);
+      status = launch_slices(device_, call, config_.world_size, params, start);
+    } else if (owned) {
       const OwnedRowsParams params =
           owned_rows_params(config_, call, first, count, fault_on_device_);
       status = launch_exchange(device_, call, config_.world_size, params.fused, &params, start);
@@ -167,10 +194,15 @@ int32_t GpuCommunicator::report_failure() const {
               config_.rank, failure_.c_str());
 }
 
+static const void* local_slices_result(const AllnormCall& call) {
+  return call.num_sources == 0 ? call.square_sums : call.slices[0].out;
+}
+
 int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
   // The device is that of the tensors; the caller need not have made it current.
-  const void* result = is_quantized(call)    ? call.quantized
+  const void* result = norms_slices(call)    ? local_slices_result(call)
+                       : is_quantized(call)  ? call.quantized
                        : ends_with_sum(call) ? call.residual_out
                                              : call.out;
   cudaPointerAttributes attributes;
@@ -185,7 +217,8 @@ int32_t run_local(const AllnormCall& call) {
   status = cuda_status(guard.status(), "selecting the device");
   Device device;
   if (status == ALLNORM_OK) status = query_device(attributes.device, &device);
-  return status == ALLNORM_OK ? launch_local(device, call) : status;
+  if (status != ALLNORM_OK) return status;
+  return norms_slices(call) ? launch_local_slices(device, call) : launch_local(device, call);
 }
 
 int32_t GpuCommunicator::stats(AllnormStats* stats) const {

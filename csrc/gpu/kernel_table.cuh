@@ -17,6 +17,7 @@
 #include "gpu/schedules/paced.cuh"
 #include "gpu/schedules/prefetched.cuh"
 #include "gpu/schedules/relayed.cuh"
+#include "gpu/slices.cuh"
 #include "gpu/sources/dense_rows.cuh"
 #include "gpu/sources/expert_rows.cuh"
 #include "gpu/sources/summed_rows.cuh"
@@ -91,6 +92,18 @@ struct WideRowsEntry : Entry<kKind, kRanks, kFeatures> {
   }
 };
 
+template <KernelKind kKind, uint32_t kRanks, template <class> class Kernel, class Formats>
+struct SlicesEntry : Entry<kKind, kRanks, kBasic, Formats> {
+  template <class T, int, template <class> class>
+  static const void* kernel() {
+    if constexpr (kKind == KernelKind::kSlices) {
+      return reinterpret_cast<const void*>(&slices_kernel<Kernel<T>>);
+    } else {
+      return reinterpret_cast<const void*>(&local_slices_kernel<Kernel<T>>);
+    }
+  }
+};
+
 template <class... Entries>
 struct KernelTable {};
 
@@ -127,6 +140,10 @@ using Kernels = KernelTable<
     OwnedEntry<kOwnedFinished, kAll, DenseRows,  kFinished, false, kBasic>,
     OwnedEntry<kOwnedFinished, kAll, ExpertRows, kFinished, false, kExtended>,
     OwnedEntry<kOwnedGiven,    kAll, DenseRows,  kGiven,    false, kBasic,    OnlyPlain>,
+
+    //          kind          ranks kernel             formats
+    SlicesEntry<kSlices,      kAny, SlicesKernel,      OnlyPlain>,
+    SlicesEntry<kLocalSlices, k1,   LocalSlicesKernel, OnlyPlain>,
 
     //         kind        source           features
     LocalEntry<kLocalRows, SummedRows,      kBasic>,
@@ -200,6 +217,7 @@ const void* find_kernel(KernelKey key) {
 template <class T>
 const void* find_kernel(const KernelKey& key) {
   if (key.world_size < 1 || key.world_size > kPushMaxWorldSize) return nullptr;
+  if (key.kind == KernelKind::kSlices) return find_kernel<T, kAnyWorldSize>(key);
   switch (key.world_size) {
     case 1:
       return find_kernel<T, 1>(key);

@@ -20,6 +20,9 @@ enum class KernelKind {
   kOwnedSumFew,
   kOwnedFinished,
   kOwnedGiven,
+  // SlicesParams:
+  kSlices,       // for any world size
+  kLocalSlices,  // slices of any width and alignment
   // LocalParams:
   kLocalRows,     // rows of whole, aligned packs that fit into a cluster
   kLocalAligned,  // rows of whole, aligned packs of any width

@@ -111,6 +111,31 @@ int32_t launch(const Device& device, const void* kernel, const void* params,
   return cuda_status(error, "launching the kernel");
 }
 
+// Launches a local kernel.
+int32_t launch_on_stream(const Device& device, const void* kernel, const void* params,
+                         const Geometry& geometry, int shared_bytes, const AllnormCall& call) {
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  Captured captured;
+  if (get_captured(stream, &captured) != cudaSuccess)
+    cudaGetLastError();  // the launch reports the error
+  const int32_t status =
+      launch(device, kernel, params, geometry, shared_bytes, call, choose_start(stream, captured));
+  if (captured.active) {
+    if (get_captured(stream, &captured) != cudaSuccess) cudaGetLastError();
+    note_own_launch(stream, captured);
+  }
+  return status;
+}
+
+// Returns the block size for rows of slices; the number of blocks is not set.
+Geometry slices_geometry(const SlicesParams& params) {
+  int32_t widest = 0;
+  for (int i = 0; i < params.num_slices; ++i) widest = std::max(widest, params.slices[i].packs);
+  return {.num_blocks = 0,
+          .cluster_size = 1,
+          .num_threads = std::min(threads_of(widest, 1), kMaxThreads)};
+}
+
 }  // namespace
 
 int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
@@ -295,17 +320,57 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
   geometry.num_threads = std::min(threads_of(packs, geometry.cluster_size), kMaxThreads);
   geometry.num_blocks = choose_num_blocks(call.num_tokens, geometry.cluster_size,
                                           resident_blocks(device, kernel, geometry), 0);
-  const auto stream = static_cast<cudaStream_t>(call.stream);
-  Captured captured;
-  if (get_captured(stream, &captured) != cudaSuccess)
-    cudaGetLastError();  // the launch reports the error
-  const int32_t status =
-      launch(device, kernel, &params, geometry, shared_bytes, call, choose_start(stream, captured));
-  if (captured.active) {
-    if (get_captured(stream, &captured) != cudaSuccess) cudaGetLastError();
-    note_own_launch(stream, captured);
+  return launch_on_stream(device, kernel, &params, geometry, shared_bytes, call);
+}
+
+int32_t launch_slices(const Device& device, const AllnormCall& call, int world_size,
+                      const SlicesParams& params, Start start) {
+  const void* kernel = find_kernel(call.dtype, {.kind = KernelKind::kSlices,
+                                                .world_size = world_size,
+                                                .format = RowFormat::kPlain,
+                                                .needs = kBasic});
+  if (kernel == nullptr) {
+    return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
+                world_size, kPushMaxWorldSize);
   }
-  return status;
+  Geometry geometry = slices_geometry(params);
+  const int most = call.num_blocks > 0 ? call.num_blocks : kMaxBlocks;
+  const int64_t units = int64_t{params.num_slices} * params.num_tokens;
+  geometry.num_blocks = choose_num_blocks(
+      units, 1, std::min(most, resident_blocks(device, kernel, geometry)), /*extra_clusters=*/1);
+  return launch(device, kernel, &params, geometry, 0, call, start);
+}
+
+int32_t launch_local_slices(const Device& device, const AllnormCall& call) {
+  if (call.num_tokens > kMaxRows / kMaxSlices) {
+    return fail(ALLNORM_UNSUPPORTED, "num_tokens is %lld; expected at most %lld",
+                static_cast<long long>(call.num_tokens),
+                static_cast<long long>(kMaxRows / kMaxSlices));
+  }
+  const int64_t width = element_bytes(call.dtype);
+  const bool whole = call.square_sums == nullptr;
+  SlicesParams params =
+      slices_params(call, whole ? 1 : std::max(1, call.num_sources), 0, call.num_tokens);
+  params.aligned = true;
+  for (int i = 0; i < call.num_slices; ++i) {
+    const AllnormSlice& slice = call.slices[i];
+    params.aligned = params.aligned && slice.local_size * width % kPackBytes == 0 &&
+                     is_aligned(slice.x, slice.x_stride * width) &&
+                     is_aligned(slice.out, slice.out_stride * width);
+  }
+  params.square_sums = static_cast<float*>(call.square_sums);
+  params.source_stride = call.source_stride;
+  params.num_sources = call.num_sources;
+  const void* kernel = find_kernel(call.dtype, {.kind = KernelKind::kLocalSlices,
+                                                .world_size = 1,
+                                                .format = RowFormat::kPlain,
+                                                .needs = kBasic});
+  Geometry geometry = slices_geometry(params);
+  const int64_t widest = (widest_slice(call) * width + kPackBytes - 1) / kPackBytes;
+  const int64_t units = int64_t{params.num_slices} * params.num_tokens;
+  geometry.num_blocks = choose_num_blocks(units, 1, resident_blocks(device, kernel, geometry), 0);
+  return launch_on_stream(device, kernel, &params, geometry, local_shared_bytes(widest, false),
+                          call);
 }
 
 int32_t launch_probe(const Device& device, const ProbeParams& params) {

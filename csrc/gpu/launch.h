@@ -68,6 +68,11 @@ int32_t launch_without_rows(const Device& device, const AllnormCall& call, int w
 
 int32_t launch_local(const Device& device, const AllnormCall& call);
 
+// Launch the fused and the local kernel for RMS_NORM_SHARDED.
+int32_t launch_slices(const Device& device, const AllnormCall& call, int world_size,
+                      const SlicesParams& params, Start start);
+int32_t launch_local_slices(const Device& device, const AllnormCall& call);
+
 // Launches the probe of the peers' workspaces on the default stream.
 int32_t launch_probe(const Device& device, const ProbeParams& params);
 

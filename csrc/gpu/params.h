@@ -13,6 +13,10 @@ namespace allnorm {
 
 constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
+constexpr int kMaxSlices = ALLNORM_MAX_SLICES;
+// The widest slice of the fused kernel for rms_norm_sharded, which one block processes.
+constexpr int kMaxSlicePacks = 4096;
+
 // The way rows are spread over a grid.
 enum class Grid {
   kSparse,  // one row per cluster, unless the caller limits the grid
@@ -195,6 +199,35 @@ struct OwnedRowsParams {
   bool sends_normed;  // whether finished rows cross the link as y, not quantized
   bool keeps_rows;    // whether results have only this rank's rows, numbered like the residual's
   IslandParams islands;
+};
+
+// One tensor of rms_norm_sharded.
+struct SliceParams {
+  Rows x;
+  Rows out;
+  const char* weight;
+  int64_t local_size;
+  int32_t packs;  // including a partial one
+  bool weight_is_float32;
+  float num_elements;          // of a whole row
+  float inverse_num_elements;  // 1 / num_elements, rounded
+};
+
+// One launch of a kernel for rms_norm_sharded, fused or local.
+struct SlicesParams {
+  FusedParams fused;  // unset for the local kernel
+  SliceParams slices[kMaxSlices];
+  int32_t num_slices;
+  int32_t num_tokens;
+  float eps;
+  float weight_bias;
+  bool round_before_weight;
+  bool aligned;        // local: whether all rows and weights consist of whole, aligned packs
+  CachePolicy policy;  // policy of weights and results
+  // Local, as in AllnormCall.
+  float* square_sums;
+  int64_t source_stride;
+  int32_t num_sources;
 };
 
 struct ProbeParams {

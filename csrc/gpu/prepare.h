@@ -177,6 +177,7 @@ inline SlotBytes owned_rows_bytes(int world_size, const AllnormCall& call) {
   return {layout.row_bytes(call.op == ALLNORM_ALL_GATHER_ROWS), world_size};
 }
 inline SlotBytes slot_bytes(int world_size, const AllnormCall& call) {
+  if (norms_slices(call)) return {UnitLayout{world_size}.slot(call.num_slices), 1};
   if (has_row_owners(call)) return owned_rows_bytes(world_size, call);
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
   return {call.algorithm == ALLNORM_ONE_SHOT ? PushLayout::one_shot_row_bytes(world_size, packs)
@@ -267,6 +268,43 @@ inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCa
   params.prefetch = prefetch_params(call, first_row);
   params.epilogue =
       epilogue_params(call, first_row, first_row, quant_params(call, first_row, num_rows, last));
+  return params;
+}
+
+// Returns the parameters of all tensors of RMS_NORM_SHARDED: `num_rows` rows from `first_row` on.
+// `num_ranks`: the number of slices that form a row.
+inline SlicesParams slices_params(const AllnormCall& call, int num_ranks, int64_t first_row,
+                                  int64_t num_rows) {
+  const int64_t width = element_bytes(call.dtype);
+  SlicesParams params = {};
+  for (int i = 0; i < call.num_slices; ++i) {
+    const AllnormSlice& slice = call.slices[i];
+    const auto elements = static_cast<float>(slice.local_size * num_ranks);
+    params.slices[i] = {
+        .x = rows_from(slice.x, slice.x_stride * width, first_row),
+        .out = rows_from(slice.out, slice.out_stride * width, first_row),
+        .weight = static_cast<const char*>(slice.weight),
+        .local_size = slice.local_size,
+        .packs = static_cast<int32_t>((slice.local_size * width + kPackBytes - 1) / kPackBytes),
+        .weight_is_float32 = slice.weight_dtype == ALLNORM_FLOAT32,
+        .num_elements = elements,
+        .inverse_num_elements = 1.0f / elements,
+    };
+  }
+  params.num_slices = call.num_slices;
+  params.num_tokens = static_cast<int32_t>(num_rows);
+  params.eps = call.eps;
+  params.weight_bias = call.weight_bias;
+  params.round_before_weight = (call.numerics & kRoundBeforeWeight) != 0;
+  params.policy = cache_policy(std::min(call.num_tokens, kMaxRows) * call.hidden_size * width);
+  return params;
+}
+
+// Returns the parameters of one launch of RMS_NORM_SHARDED.
+inline SlicesParams fused_slices_params(const AllnormCommConfig& config, const AllnormCall& call,
+                                        int64_t first_row, int64_t num_rows, AllnormFault* fault) {
+  SlicesParams params = slices_params(call, config.world_size, first_row, num_rows);
+  params.fused = exchange_params(config, call, num_rows, fault);
   return params;
 }
 

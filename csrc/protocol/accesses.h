@@ -38,7 +38,8 @@
 // part      the role of a thread. Lanes of the service cluster, one per peer, do `roll_call` or
 //           `hand_back` (return slots). Every block of a large operation starts with `head`. Every
 //           thread of a row does `send`. The threads that sum do `own` (in one_shot: all), and the
-//           others do `receive`. For rows with owners, `owners` is the exchange of partials. After
+//           others do `receive`. `sums` is the exchange of sums of squares in rms_norm_sharded, by
+//           the first warp of each block. For rows with owners, `owners` is the exchange of partials. After
 //           it, `rows` are sums or rows of the dtype of x, and `packed` are rows in their format.
 // place     the memory: in this rank's workspace for loads and clears, otherwise in a peer's
 // number    the value that is stored or waited for: the operation (op), the last operation before
@@ -63,6 +64,9 @@
   ACCESS(one_shot_send,   partial,  STORE_PACK,    payload, unless_failed,        one_shot_own     ) \
   ACCESS(one_shot_own,    partial,  LOAD_PACK,     payload, always,               one_shot_send    ) \
   ACCESS(one_shot_own,    partial,  CLEAR_PACK,    none,    always,               one_shot_send    ) \
+  ACCESS(sums_send,       partial,  STORE_U32,     payload, unless_failed,        sums_own         ) \
+  ACCESS(sums_own,        partial,  LOAD_PACK,     payload, always,               sums_send        ) \
+  ACCESS(sums_own,        partial,  CLEAR_PACK,    none,    always,               sums_send        ) \
   ACCESS(two_shot_send,   partial,  STORE_PACK,    payload, unless_failed,        two_shot_own     ) \
   ACCESS(two_shot_own,    partial,  LOAD_PACK,     payload, always,               two_shot_send    ) \
   ACCESS(two_shot_own,    finished, STORE_PACK,    payload, unless_failed_before, two_shot_receive ) \

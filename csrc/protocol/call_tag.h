@@ -43,6 +43,7 @@ enum class TagOp {
   kNoNorm,  // no norm after the residual
   kNvFp4,
   kAnnouncement,  // all_gather_rows whose rows describe calls that do not use slots
+  kSlices,        // rms_norm_sharded; hidden_size is the sum of all slices
 };
 
 // The properties of a call that the `shape` of its CallTag encodes; abi/tag.h fills them in.

@@ -217,6 +217,15 @@ struct ShardedLayout {
   }
 };
 
+// Data region of one launch of rms_norm_sharded: slot[unit], with one float32 word per rank. A unit
+// is a row of one tensor. The word of this rank stays empty.
+struct UnitLayout {
+  int32_t world_size;
+
+  ALLNORM_HD int packs() const { return (world_size + 3) / 4; }
+  ALLNORM_HD int64_t slot(int64_t unit) const { return kPackBytes * packs() * unit; }
+};
+
 // ---- CPU ------------------------------------------------------------------------------------
 
 constexpr int kPullPhases = ALLNORM_FAULT(one_pull_phase, 1, 2);
@@ -254,6 +263,7 @@ struct FinishedRow {
 //   two_shot: partial[row], then sum[row] (only rows that this rank owns).
 //   sharded: partial[row], then normed[i], quantized[i], scales[i] of the rows that this rank owns.
 //   all_gather_rows: partial[i], the rows that this rank owns.
+//   rms_norm_sharded: partial[row], one float32 per tensor.
 struct PullLayout {
   int64_t rows;
   int64_t row_bytes;

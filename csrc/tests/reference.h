@@ -82,8 +82,8 @@ inline std::vector<uint32_t> reference_partial(int dtype, size_t hidden,
   return bits;
 }
 
-// Step 4: returns 1 / rms of a row. A pack has `pack` elements.
-inline float reference_rstd(const std::vector<float>& z, size_t pack, float eps) {
+// Step 4: returns the sum of squares of a row. A pack has `pack` elements.
+inline float reference_square_sum(const std::vector<float>& z, size_t pack) {
   const size_t hidden = z.size();
   std::vector<float> chunk_sums;
   for (size_t chunk = 0; chunk < hidden; chunk += 32 * pack) {
@@ -108,7 +108,12 @@ inline float reference_rstd(const std::vector<float>& z, size_t pack, float eps)
     const std::vector<float> before = chunk_sums;
     for (size_t i = 0; i < width; ++i) chunk_sums[i] = before[i] + before[i ^ offset];
   }
-  const float mean = chunk_sums[0] / static_cast<float>(hidden);
+  return chunk_sums[0];
+}
+
+// Step 4: returns 1 / rms of a row.
+inline float reference_rstd(const std::vector<float>& z, size_t pack, float eps) {
+  const float mean = reference_square_sum(z, pack) / static_cast<float>(z.size());
   return 1.0f / std::sqrt(mean + eps);
 }
 

@@ -31,6 +31,7 @@ from allnorm.functions import (
     all_reduce,
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_quant,
+    rms_norm_sharded,
     row_shard,
 )
 from allnorm.policy import Plan
@@ -75,6 +76,7 @@ __all__ = [
     "capabilities",
     "ops",
     "reference",
+    "rms_norm_sharded",
     "row_shard",
     "trace",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from allnorm.core import arguments
 from allnorm.core.call import Runner
 from allnorm.core.shards import row_shard
+from allnorm.core.slices import Slices
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
@@ -284,6 +286,65 @@ class Calls(abc.ABC):
             out=out,
         )
         return result
+
+    def rms_norm_sharded(
+        self,
+        tensors: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        eps: float,
+        weight_bias: float = 0.0,
+        out: Sequence[torch.Tensor] | None = None,
+        *,
+        numerics: str | None = None,
+        algorithm: str = "auto",
+    ) -> list[torch.Tensor]:
+        """Applies RMSNorm to rows that are spread over the ranks, such as q and k.
+
+        A row of a tensor is the concatenation of all ranks' slices. Only the sums of squares cross
+        the link, in one exchange for all tensors. PyTorch equivalent, for each tensor and weight,
+        up to the order of sums:
+
+            squares = x.float().square().sum(-1, keepdim=True)
+            dist.all_reduce(squares)
+            normed = x * torch.rsqrt(squares / (local_size * world_size) + eps)
+            normed = normed * (weight_bias + weight)
+
+        Args:
+            tensors: 1 to 4 tensors [..., local_size], float32, float16 or bfloat16, all of one
+                dtype and with the same number of rows: this rank's slices. `local_size` may differ
+                between tensors, and is the same on every rank. Rows may be strided. Not modified
+                unless they are also `out`.
+            weights: this rank's slice of each weight, [local_size], dtype of the tensors or
+                float32.
+            eps: added to the mean square, as float32.
+            weight_bias: added to the weights in float32; 1.0 for Gemma-style weights.
+            out: preallocated results, one per tensor; each may be the tensor itself.
+            numerics: "rounded" or "transformers" (rounds before the weight too); "unrounded" and
+                "vllm" mean the same, because there is no sum. None: the communicator's.
+            algorithm: "auto", "one_shot" or "unfused". Results are bit-identical.
+
+        Returns:
+            The normed slices, one per tensor, contiguous unless `out` is given. The results depend
+            on how rows are divided among the ranks, and on nothing else.
+
+        Raises the errors of `all_reduce`, also UnsupportedError for rows of 2**20 elements or more
+        in all.
+
+        Collective. Safe in CUDA graphs and under torch.compile. It does not synchronize, and
+        allocates only the results ("unfused" also gathers the sums). Results have no gradient.
+        While it is traced (torch.compile, torch.export, make_fx), results are copied to `out`.
+        """
+        slices = Slices.of(tensors, weights, out)
+        results: list[torch.Tensor] = self._runner(slices.tensors[0]).call(
+            op="rms_norm_sharded",
+            source=slices.tensors[0],
+            eps=eps,
+            weight_bias=weight_bias,
+            numerics=self.numerics if numerics is None else numerics,
+            algorithm=algorithm,
+            slices=slices,
+        )
+        return results
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:
         """Returns this rank's rows of a sharded residual: `(lo, hi)` means rows lo to hi - 1.

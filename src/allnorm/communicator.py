@@ -203,7 +203,7 @@ class Communicator(Calls):
     def plan(
         self,
         num_tokens: int,
-        hidden_size: int,
+        hidden_size: int | Sequence[int],
         dtype: torch.dtype = torch.bfloat16,
         quant: Quant | None = None,
         residual_sharded: bool = False,
@@ -223,7 +223,9 @@ class Communicator(Calls):
 
         Args:
             num_tokens: number of rows, >= 0.
-            hidden_size: number of columns, >= 1.
+            hidden_size: number of columns, >= 1. A list or tuple: the columns of each of this
+                rank's slices, for the plan of `rms_norm_sharded`; of the other arguments, it takes
+                only `dtype` and `algorithm`.
             dtype: dtype of `x`.
             quant: spec of the quantization; None: not quantized.
             residual_sharded: whether each rank holds only its own rows of the residual.

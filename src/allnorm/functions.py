@@ -7,7 +7,7 @@ collective. Arguments, results, errors and help() are those of the methods.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -141,6 +141,27 @@ def all_gather_rows(
     comm = _communicator_of(group, residual_shard)
     return Communicator.all_gather_rows(
         comm, residual_shard, num_tokens, algorithm=algorithm, out=out
+    )
+
+
+@_documented
+def rms_norm_sharded(
+    tensors: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    weight_bias: float = 0.0,
+    out: Sequence[torch.Tensor] | None = None,
+    *,
+    numerics: str | None = None,
+    algorithm: str = "auto",
+    group: Group = None,
+) -> list[torch.Tensor]:
+    """Calls `Communicator.rms_norm_sharded` of the group's communicator."""
+    first = tensors[0] if isinstance(tensors, list | tuple) and tensors else None
+    return Communicator.rms_norm_sharded(
+        *(_communicator_of(group, first), tensors, weights, eps, weight_bias, out),
+        numerics=numerics,
+        algorithm=algorithm,
     )
 
 

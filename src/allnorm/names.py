@@ -18,6 +18,7 @@ COLLECTIVES = (
     "all_reduce_add_rms_norm",
     "all_reduce_add_rms_norm_quant",
     "all_gather_rows",
+    "rms_norm_sharded",
 )
 OPS = (*COLLECTIVES, "add_rms_norm", "add_rms_norm_quant")
 

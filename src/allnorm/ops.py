@@ -40,8 +40,10 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
     pass_on, positions = operator.pass_on, operator.positions
     name_at, rows_at = positions.get("comm_name"), positions.get("residual_rows", len(positions))
 
+    takes_lists = operator.takes_lists
+
     def run(*arguments: Any) -> Any:
-        x = arguments[0]
+        x = arguments[0][0] if takes_lists else arguments[0]
         comm_name = "" if name_at is None else arguments[name_at]
         dispatcher = _dispatchers.get((comm_name, x.is_cuda)) or _other_dispatcher(comm_name, x)
         try:
@@ -100,7 +102,7 @@ def _define(row: Operator) -> None:
     run = _implementation(row)
 
     def without_gradient(*arguments: Any) -> Any:
-        x = arguments[0]
+        x = arguments[0][0] if row.takes_lists else arguments[0]
         is_plain = x.__class__ in _PLAIN and _num_modes() == 0 and _transform() is None
         if is_plain and not _is_functional(x):
             return run(*arguments)  # rejects tensors that require a gradient
@@ -126,16 +128,23 @@ def _without_subclasses(arguments: tuple[Any, ...]) -> list[Any] | None:
     `__torch_dispatch__`, such as most subclasses of Parameter, keeps its values in its memory.
     Methods reject all subclasses, because their `__torch_function__` did not run.
     """
-    plain = [
-        argument.as_subclass(torch.Tensor)
-        if isinstance(argument, torch.Tensor)
-        and argument.__class__ not in _PLAIN
-        and type(argument).__torch_dispatch__ is _NO_DISPATCH
-        else argument
-        for argument in arguments
-    ]
-    changed = any(new is not given for new, given in zip(plain, arguments, strict=True))
-    return plain if changed else None
+    changed = False
+
+    def plain(argument: Any) -> Any:
+        nonlocal changed
+        if isinstance(argument, list):
+            return [plain(each) for each in argument]
+        if (
+            isinstance(argument, torch.Tensor)
+            and argument.__class__ not in _PLAIN
+            and type(argument).__torch_dispatch__ is _NO_DISPATCH
+        ):
+            changed = True
+            return argument.as_subclass(torch.Tensor)
+        return argument
+
+    found = [plain(argument) for argument in arguments]
+    return found if changed else None
 
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -145,9 +154,10 @@ def _refuse_gradients(operator: torch._ops.OpOverload, arguments: tuple[Any, ...
     """Raises ValueError if a result would need a gradient, forward or backward."""
     names = [argument.name for argument in operator._schema.arguments]
     given = [
-        (name, argument)
+        (name, each)
         for name, argument in zip(names, arguments, strict=False)
-        if isinstance(argument, torch.Tensor)
+        for each in (argument if isinstance(argument, list) else [argument])
+        if isinstance(each, torch.Tensor)
     ]
     for refused, what, mode in (
         (wants_gradient, "requires_grad=True", "torch.no_grad() or torch.inference_mode()"),

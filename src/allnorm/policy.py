@@ -279,6 +279,63 @@ def choose(
     return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps, cluster_size, ahead)
 
 
+def choose_slices(
+    traits: Traits,
+    num_tokens: int,
+    sizes: Sequence[int],
+    element_bytes: int,
+    rows_per_launch: int,
+    requested: str = "auto",
+) -> Plan:
+    """Chooses the algorithm of a call of rms_norm_sharded.
+
+    Args:
+        traits: the communicator's properties.
+        num_tokens: rows.
+        sizes: this rank's columns of each tensor.
+        element_bytes: bytes of an element.
+        rows_per_launch: maximum rows per launch; 0: the kernels do not support such a row.
+        requested: "auto" or the name of an algorithm.
+    """
+    obstacle = ""
+    if traits.world_size > 1 and len(traits.islands) > 1:
+        obstacle = (
+            f"{len(traits.islands)} islands: the process group exchanges the sums of squares, a "
+            "few bytes per row"
+        )
+    elif requested in ("two_shot", "hierarchical"):
+        obstacle = "each rank needs only the sums of squares of its peers, in one hop"
+    else:
+        obstacle = next(
+            (
+                found
+                for size in sizes
+                if (found := _slice_obstacle(traits, size, element_bytes, requested))
+            ),
+            "",
+        )
+    if not obstacle and not rows_per_launch:
+        obstacle = f"a slice of {max(sizes)} columns is too wide for the kernels"
+    if obstacle:
+        source = "caller" if requested == "unfused" else ""
+        return Plan("unfused", obstacle, int(num_tokens > 0), source=source)
+    reason = "only sums of squares are exchanged, in one hop"
+    num_chunks = -(-num_tokens // rows_per_launch)
+    return Plan(
+        "one_shot",
+        reason if requested == "auto" else _REQUESTED,
+        num_chunks,
+        traits.max_blocks,
+        "default" if requested == "auto" else "caller",
+    )
+
+
+def _slice_obstacle(traits: Traits, size: int, element_bytes: int, requested: str) -> str:
+    """Returns why only `unfused` can norm slices of this size; empty if one_shot can."""
+    wide = replace(traits, max_row_bytes=None)  # the kernel for slices has a limit of its own
+    return _obstacle(wide, size, element_bytes, dict.fromkeys(FUSED, 1), requested, False)
+
+
 def _prefetch_bytes(traits: Traits, algorithm: str, num_tokens: int, row_bytes: int) -> int:
     """Returns how much of the next weight a call loads into the L2 cache while it waits."""
     # A cluster prefetches with the warps beyond its second; each thread holds 16 bytes of a row.

@@ -15,11 +15,12 @@ from allnorm.errors import AllnormError, NativeLibraryError, UnsupportedError
 
 ABI_VERSION = 9
 MAX_WORLD_SIZE = 64
+MAX_SLICES = 4
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
 _IPC_HANDLE_BYTES = 64
 ALGORITHM = {name: code for code, name in enumerate(names.FUSED)}
-ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS = range(4)
+ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED = range(5)
 NUMERICS = {name: code for code, name in enumerate(names.NUMERICS)}
 DTYPE = {name: code for code, name in enumerate(names.DTYPES)}
 QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
@@ -37,6 +38,15 @@ _pointer = ctypes.c_void_p
 
 def _fields(type_: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, type_) for name in names.split()]
+
+
+# The fields of AllnormSlice. The array `slices` of AllnormCall is flattened, so that every field of
+# a call is a number or an address: slice0_x, slice0_weight, and so on.
+SLICE_FIELDS = (
+    *_fields(_pointer, "x weight out"),
+    *_fields(_c_int64, "local_size x_stride out_stride"),
+    *_fields(_c_int32, "weight_dtype padding"),
+)
 
 
 class Call(ctypes.Structure):
@@ -66,7 +76,15 @@ class Call(ctypes.Structure):
         *_fields(_c_int64, "first_scale_row"),
         *_fields(_pointer, "prefetch"),
         *_fields(_c_int64, "prefetch_bytes"),
+        *((f"slice{i}_{name}", type_) for i in range(MAX_SLICES) for name, type_ in SLICE_FIELDS),
+        *_fields(_c_int32, "num_slices slices_padding"),
+        *_fields(_pointer, "square_sums"),
     ]
+
+    def set_slice(self, number: int, **fields: int) -> None:
+        """Sets fields of one slice."""
+        for name, value in fields.items():
+            setattr(self, f"slice{number}_{name}", value)
 
 
 class Fault(ctypes.Structure):

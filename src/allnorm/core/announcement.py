@@ -20,6 +20,7 @@ _OPS = {
     _native.ALL_REDUCE: "all_reduce",
     _native.ADD_RMS_NORM: "all_reduce_add_rms_norm",
     _native.ALL_GATHER_ROWS: "all_gather_rows",
+    _native.RMS_NORM_SHARDED: "rms_norm_sharded",
 }
 _REFUSED = -1
 _WITHOUT_NORM = " without a second norm"
@@ -37,7 +38,7 @@ _TAG_OPS = (
     "all_reduce_add_rms_norm_quant",
 )
 _TAG_NVFP4 = 12
-_TAG_ANNOUNCEMENT = 13
+_TAG_ANNOUNCEMENT, _TAG_SLICES = 13, 14
 _TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
 
 
@@ -46,6 +47,15 @@ def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
     op = shape >> 28
     if op == _TAG_ANNOUNCEMENT:
         return {"op": "a call through the process group"}
+    if op == _TAG_SLICES:
+        return {
+            "op": "rms_norm_sharded",
+            "num_tokens": str(num_tokens),
+            "hidden_size": str(shape & 0xFFFFF),
+            "dtype": (*names.DTYPES, "unknown dtype")[shape >> 20 & 3],
+            "algorithm": _TAG_ALGORITHMS[shape >> 22 & 3],
+            "numerics": names.NUMERICS[shape >> 24 & 3],
+        }
     fields = {
         "op": _TAG_OPS[op] if op < len(_TAG_OPS) else f"op {op}",
         "num_tokens": str(num_tokens),
@@ -81,8 +91,9 @@ def describe(fields: dict[str, str]) -> str:
     if "algorithm" in rest:
         text += f" by {rest.pop('algorithm')}"
     if "numerics" in rest:
-        given = "with" if rest.pop("residual") == "given" else "without"
-        text += f", numerics {rest.pop('numerics')}, {given} residual"
+        text += f", numerics {rest.pop('numerics')}"
+    if "residual" in rest:
+        text += f", {'with' if rest.pop('residual') == 'given' else 'without'} residual"
     if "quantization" in rest:
         wanted = "with" if rest.pop("normed") == "wanted" else "without"
         text += f", {rest.pop('quantization')}, {wanted} normed"
@@ -104,6 +115,10 @@ LOCAL = {
     **dict.fromkeys(("expert_index", "expert_weights"), _PARTIAL),
     **dict.fromkeys((name for name, *_ in _native.Call._fields_ if "stride" in name), _MEMORY),
     **dict.fromkeys(("scale_padding_rows", "num_sources", "first_scale_row"), _MEMORY),
+    **dict.fromkeys((f"slice{i}_x" for i in range(_native.MAX_SLICES)), _CONTENTS),
+    **dict.fromkeys((f"slice{i}_weight" for i in range(_native.MAX_SLICES)), _CONTENTS),
+    **dict.fromkeys((f"slice{i}_out" for i in range(_native.MAX_SLICES)), _CONTENTS),
+    "square_sums": _CONTENTS,
     **dict.fromkeys(("num_blocks", "cluster_size", "link_gbps", "stream"), _SPREAD),
     **dict.fromkeys(("prefetch", "prefetch_bytes"), "a hint, which changes no result"),
 }
@@ -163,6 +178,8 @@ class Announcement:
             "hidden_size": str(self["hidden_size"]),
             "dtype": names.DTYPES[self["dtype"]],
         }
+        if self["op"] == _native.RMS_NORM_SHARDED:
+            fields["numerics"] = names.NUMERICS[self["numerics"]]
         if self["op"] == _native.ADD_RMS_NORM:
             fields["numerics"] = names.NUMERICS[self["numerics"]]
             fields["residual"] = "given" if self["residual"] else "none"
@@ -175,6 +192,17 @@ class Announcement:
 
     def hashed(self) -> dict[str, str]:
         """Returns the fields that a CallTag holds only as a hash, or a fault does not record."""
+        if self["op"] == _native.RMS_NORM_SHARDED:
+            slices = range(self["num_slices"])
+            weights = (names.DTYPES[self[f"slice{i}_weight_dtype"]] for i in slices)
+            return {
+                "columns of the tensors": " + ".join(
+                    str(self[f"slice{i}_local_size"]) for i in slices
+                ),
+                "eps": _text_of(self["eps"]),
+                "weight_bias": _text_of(self["weight_bias"]),
+                "dtypes of the weights": ", ".join(weights),
+            }
         if self["op"] != _native.ADD_RMS_NORM:
             return {}
         fields = {

@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 import numbers
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from allnorm.core import _native, tensors
 from allnorm.core.call import Call
+from allnorm.core.slices import Slices
 from allnorm.errors import UnsupportedError
 from allnorm.expert_sum import ExpertSum
 from allnorm.names import NUMERICS, REQUESTS, TOP_K, check_choice
@@ -38,6 +40,9 @@ def check_alike(call: Call, device: torch.device) -> None:
     if call.op == "all_gather_rows":
         check_count("num_tokens", call.num_tokens)
         check_input("residual_shard", call.x, device)
+        return
+    if call.slices is not None:
+        check_slices(call, device)
         return
     if call.experts:
         check_experts(call, device)
@@ -80,6 +85,57 @@ def check_residual(call: Call, like: Like) -> None:
             f"residual has dtype {dtype}: expected {like.dtype}{_or_float32(like.dtype)}."
         )
     check_like("residual", call.residual, like._replace(dtype=dtype))
+
+
+def check_slices(call: Call, device: torch.device) -> None:
+    """Raises for errors in the tensors of rms_norm_sharded that all ranks see."""
+    assert call.slices is not None
+    check_norm_constants(call)
+    first, total = call.slices.tensors[0], 0
+    for number, (x, weight) in enumerate(
+        zip(call.slices.tensors, call.slices.weights, strict=True)
+    ):
+        name = f"tensors[{number}]"
+        check_input(name, x, device)
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}: expected {first.dtype}, as tensors[0].")
+        if math.prod(x.shape[:-1]) != math.prod(first.shape[:-1]):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: expected as many rows as tensors[0], which "
+                f"has shape {tuple(first.shape)}."
+            )
+        check_weight(f"weights[{number}]", weight, x, "local_size")
+        check_device(f"weights[{number}]", weight, device)
+        total += x.shape[-1]
+    if total > _MAX_HIDDEN_SIZE:
+        raise UnsupportedError(
+            f"tensors with {total} columns in all: expected at most {_MAX_HIDDEN_SIZE}. Make one "
+            "call for each."
+        )
+
+
+def check_own_slices(call: Call) -> None:
+    """Raises for errors in the tensors of rms_norm_sharded that may occur on this rank only."""
+    assert call.slices is not None
+    for number, (x, weight) in enumerate(
+        zip(call.slices.tensors, call.slices.weights, strict=True)
+    ):
+        check_last_dim(f"tensors[{number}]", x)
+        check_last_dim(f"weights[{number}]", weight)
+        if call.slices.outs is not None:
+            like = Like(x.shape, x.dtype, x.device, f"that of tensors[{number}]")
+            check_result(f"out[{number}]", call.slices.outs[number], like)
+
+
+def check_whole_rows(call: Call, world_size: int) -> None:
+    """Raises UnsupportedError for rows of rms_norm_sharded that are too wide in all."""
+    assert call.slices is not None
+    for number, x in enumerate(call.slices.tensors):
+        if x.shape[-1] * world_size > _MAX_HIDDEN_SIZE:
+            raise UnsupportedError(
+                f"tensors[{number}] has {x.shape[-1]} columns on each of {world_size} ranks: "
+                f"expected at most {_MAX_HIDDEN_SIZE} in all."
+            )
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -295,12 +351,12 @@ def check_norms(call: Call) -> None:
             check_device(name, weight, call.x.device)
 
 
-def check_weight(name: str, weight: Any, x: torch.Tensor) -> None:
-    """Raises unless `weight` is [hidden_size], of the dtype of `x` or float32."""
+def check_weight(name: str, weight: Any, x: torch.Tensor, size: str = "hidden_size") -> None:
+    """Raises unless `weight` is as wide as `x`, and of the dtype of `x` or float32."""
     tensors.check_kind(name, weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"{name} has shape {tuple(weight.shape)}: expected [hidden_size] = [{x.shape[-1]}]."
+            f"{name} has shape {tuple(weight.shape)}: expected [{size}] = [{x.shape[-1]}]."
         )
     if weight.dtype not in (x.dtype, torch.float32):
         raise TypeError(
@@ -420,12 +476,29 @@ def check_overlap(
         other_begin, other_end = _extent(other)
         if begin >= other_end or other_begin >= end:
             continue
+        if _alternate(result, other):
+            continue
         same = begin == other_begin and result.stride() == other.stride()
         if other_name != allowed or not same:
             raise ValueError(
                 f"{name} shares memory with {other_name}. Pass separate memory"
                 + (f", or {allowed} itself." if allowed else ".")
             )
+
+
+def _alternate(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether the rows of two tensors alternate in memory, as columns of one matrix do."""
+    if one.dim() < 2 or one.dim() != other.dim() or one.element_size() != other.element_size():
+        return False
+    if not tensors.has_even_rows(one) or not tensors.has_even_rows(other):
+        return False
+    stride = one.stride(-2)
+    if stride <= 0 or other.stride(-2) != stride or {one.stride(-1), other.stride(-1)} != {1}:
+        return False
+    low, high = sorted((one, other), key=torch.Tensor.data_ptr)
+    apart = (high.data_ptr() - low.data_ptr()) % (stride * one.element_size())
+    columns = apart / one.element_size()
+    return columns >= low.shape[-1] and columns + high.shape[-1] <= stride
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -435,7 +508,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def check_planned(
     num_tokens: object,
-    hidden_size: int,
+    hidden_size: Any,
     dtype: torch.dtype,
     residual_dtype: object,
     experts: object,
@@ -443,6 +516,10 @@ def check_planned(
 ) -> Call:
     """Checks the arguments of `Communicator.plan`; returns their call, on the meta device."""
     check_count("num_tokens", num_tokens)
+    if isinstance(hidden_size, list | tuple):
+        return _check_planned_slices(
+            num_tokens, hidden_size, dtype, residual_dtype, experts, fields
+        )
     check_count("hidden_size", hidden_size, least=1)
     check_dtype("dtype", dtype)
     check_algorithm(fields["algorithm"])
@@ -475,5 +552,44 @@ def check_planned(
     return call
 
 
+def _check_planned_slices(
+    num_tokens: Any,
+    sizes: Sequence[Any],
+    dtype: torch.dtype,
+    residual_dtype: object,
+    experts: object,
+    fields: dict[str, Any],
+) -> Call:
+    check_dtype("dtype", dtype)
+    check_algorithm(fields["algorithm"])
+    for number, size in enumerate(sizes):
+        check_count(f"hidden_size[{number}]", size, least=1)
+        check_width(f"tensors[{number}]", size)
+    given = {**fields, "experts": experts, "residual_dtype": residual_dtype}
+    if any(given.get(name, usual) != usual for name, usual in _NOT_OF_SLICES.items()):
+        raise ValueError(
+            "several hidden sizes with a quant, a residual, a post norm, a scale or experts: "
+            "expected none, because these are the tensors of rms_norm_sharded."
+        )
+    tensors = [torch.empty((num_tokens, size), dtype=dtype, device="meta") for size in sizes]
+    slices = Slices.of(tensors, [x.new_empty(x.shape[-1]) for x in tensors], None)
+    call = Call(
+        op="rms_norm_sharded", source=tensors[0], slices=slices, algorithm=fields["algorithm"]
+    )
+    check_slices(call, tensors[0].device)
+    return call
+
+
+# Arguments of `plan` that calls of rms_norm_sharded do not have, and their defaults.
+_NOT_OF_SLICES = {
+    "quant": None,
+    "residual_sharded": False,
+    "gather": True,
+    "return_normed": False,
+    "post_norm": None,
+    "scale": 1.0,
+    "experts": False,
+    "residual_dtype": None,
+}
 _MAX_HIDDEN_SIZE = (1 << 20) - 1
 _MAX_COUNT = (1 << 63) - 1

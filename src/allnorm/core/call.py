@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
+from allnorm.core.slices import Slices
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
 from allnorm.quant import Fp8PerTensor, NvFp4, Quant
@@ -47,12 +48,14 @@ class Call:
     residual_out: Tensor | None = None  # preallocated new residual
     quantized_out: Tensor | None = None  # preallocated quantized rows
     scale_out: Tensor | None = None  # preallocated scales
+    slices: Slices | None = None  # tensors of rms_norm_sharded; the first one is `source` too
 
     def __post_init__(self) -> None:
         if self.post_norm is not None and not isinstance(self.post_norm, PostNorm):
             raise TypeError(f"post_norm={self.post_norm!r}: expected an allnorm.PostNorm or None.")
         if type(self.source) is ExpertSum and not self.has_norm:
-            name = "x" if self.op == "all_reduce" else "residual_shard"
+            names = {"all_reduce": "x", "rms_norm_sharded": "tensors[0]"}
+            name = names.get(self.op, "residual_shard")
             raise TypeError(f"{name} is a ExpertSum: expected a torch.Tensor.")
 
     # ---- tensors --------------------------------------------------------------------------------
@@ -107,7 +110,14 @@ class Call:
     @property
     def given(self) -> list[Tensor]:
         """The tensors that the call has."""
-        return [tensor for tensor in self.tensors if tensor is not None]
+        found = [tensor for tensor in self.tensors if tensor is not None]
+        return found if self.slices is None else [*found, *self.slices.given]
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The preallocated results that the call has."""
+        outs = () if self.slices is None else self.slices.outs or ()
+        return [tensor for tensor in (*self.memory, *outs) if tensor is not None]
 
     # ---- constants ------------------------------------------------------------------------------
 
@@ -169,8 +179,8 @@ class Call:
 
     @property
     def has_norm(self) -> bool:
-        """Returns whether the call has a norm: a final one, a post norm, or both."""
-        return self.op not in ("all_reduce", "all_gather_rows")
+        """Returns whether a sum is normed: a final norm, a post norm, or both."""
+        return self.op not in ("all_reduce", "all_gather_rows", "rms_norm_sharded")
 
     @property
     def has_float32_residual(self) -> bool:

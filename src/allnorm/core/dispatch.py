@@ -21,6 +21,7 @@ from allnorm import policy
 from allnorm.core import _native, arguments, backends, fast_call, traced
 from allnorm.core.call import Call, Runner
 from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_launch_b, describe
+from allnorm.core.prepared_slices import PreparedSlices, prepare
 from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_intercepted, version_counter
 from allnorm.core.tensors import is_plain
@@ -58,7 +59,7 @@ class Target:
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
         """Returns whether csrc/python may repeat this prepared call without `run`."""
-        return True
+        return prepared.op != "rms_norm_sharded"
 
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Tells the peers that this rank refuses a call that they may be making."""
@@ -139,14 +140,14 @@ class Dispatcher(Runner):
             plan = prepared.plan
         try:
             if prepared is None:
-                prepared = PreparedCall(call, plan, self._shard(call))
+                prepared = prepare(call, plan, self._shard(call))
                 self._keep(key, prepared)
                 memory = prepared.allocate(call)
             else:
                 memory = prepared.allocate(call)
                 if self._target.can_repeat(prepared):
                     fast_call.keep(self.fast, prepared, call, memory)
-            written = [tensor for tensor in call.memory if tensor is not None]
+            written = call.written
             if written:
                 version_counter()(written)
         except Exception as error:
@@ -208,6 +209,12 @@ def _key_of(call: Call) -> tuple[Any, ...]:
             type.
     """
     constants, tensors = call.constants, call.tensors
+    if call.slices is not None:
+        # A separator: results may have the geometry of inputs.
+        slices = call.slices
+        tensors = (*tensors, *slices.tensors, None, *slices.weights, None, *(slices.outs or ()))
+        in_slices = slices.outs is not None and all(map(_is, slices.tensors, slices.outs))
+        constants = (*constants, in_slices)
     # is_inference, requires_grad: the guards of torch's compiler distinguish tensors by these too.
     geometries = tuple(
         t
@@ -222,6 +229,10 @@ def _key_of(call: Call) -> tuple[Any, ...]:
     return geometries, mode, in_place, tuple(map(type, constants)), signs, constants
 
 
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
 class Chooser:
     """Chooses the algorithms of a communicator's calls."""
 
@@ -234,6 +245,8 @@ class Chooser:
 
     def plan(self, call: Call) -> Plan:
         """Returns the plan of a call, which depends only on its geometry and constants."""
+        if call.slices is not None:
+            return self._plan_slices(call)
         native = describe(call)
         # Only whether these tensors exist matters.
         native.out = 1 if call.return_normed else None
@@ -254,6 +267,17 @@ class Chooser:
             or call.post_weight is not None
             or call.scale != 1
             or call.has_float32_residual,
+        )
+
+    def _plan_slices(self, call: Call) -> Plan:
+        native = PreparedSlices.describe(call)
+        rows = self._library.rows_per_chunk(
+            self.traits.island_size, self._workspace_bytes, ctypes.addressof(native)
+        )
+        assert call.slices is not None
+        sizes = [tensor.shape[-1] for tensor in call.slices.tensors]
+        return policy.choose_slices(
+            self.traits, call.rows, sizes, call.x.element_size(), int(rows), call.algorithm
         )
 
     def _rows_per_chunk(self, native: _native.Call) -> dict[str, int]:
@@ -278,6 +302,8 @@ class Chooser:
     def choose(self, call: Call) -> Plan:
         """Returns the plan; raises UnsupportedError if a requested algorithm cannot run."""
         arguments.check_algorithm(call.algorithm)
+        if call.slices is not None:
+            arguments.check_whole_rows(call, self.traits.world_size)
         plan = self.plan(call)
         # With one rank there is nothing to exchange, and every algorithm gives the same results.
         if call.algorithm not in ("auto", plan.algorithm) and self.traits.world_size > 1:

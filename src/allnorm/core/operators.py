@@ -16,6 +16,7 @@ import torch
 
 from allnorm.core.arguments import Like
 from allnorm.core.call import KEYWORDS, Call
+from allnorm.core.slices import Slices
 from allnorm.expert_sum import ExpertSum
 from allnorm.post_norm import PostNorm
 from allnorm.quant import (
@@ -74,6 +75,11 @@ class Operator:
         return "quantized_out" in self.results
 
     @functools.cached_property
+    def takes_lists(self) -> bool:
+        """Returns whether the operator takes and returns lists of tensors."""
+        return self.parameters[0].type == "Tensor[]"
+
+    @functools.cached_property
     def positions(self) -> dict[str, int]:
         """The positions of the parameters, keyed by name."""
         return {parameter.name: index for index, parameter in enumerate(self.parameters)}
@@ -94,6 +100,11 @@ class Operator:
             own |= {"source": _SOURCE, "post_norm": _POST_NORM}
         if self.is_quantized:
             own["quant"] = _QUANT_SPEC
+        if self.takes_lists:
+            own |= {
+                "source": "tensors[0]",
+                "slices": "Slices(tuple(tensors), tuple(weights), None)",
+            }
         fields = (f"{name}={own[name]}" for name in KEYWORDS if name in own)
         head = f"lambda receive, {', '.join(parameters)}"
         function: Callable[..., Any] = eval(
@@ -107,6 +118,8 @@ class Operator:
         The call itself checks whether the shapes of its arguments match.
         """
         call = self.pass_on(Call, *given)
+        if call.slices is not None:
+            return [x.new_empty(x.shape) for x in call.slices.tensors]
         residual_rows = dict(zip(self.positions, given, strict=False)).get("residual_rows")
         results = tuple(_fake(call, field, residual_rows) for field in self.results)
         return results if len(results) > 1 else results[0]
@@ -200,7 +213,12 @@ def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:
 _SOURCE = "ExpertSum(x, expert_weights, expert_index, shared) if experts else x"
 _POST_NORM = "None if post_weight is None else PostNorm(post_weight, post_eps, post_weight_bias)"
 _QUANT_SPEC = "from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)"
-_CLASSES = {"ExpertSum": ExpertSum, "PostNorm": PostNorm, "from_op_arguments": from_op_arguments}
+_CLASSES = {
+    "Slices": Slices,
+    "ExpertSum": ExpertSum,
+    "PostNorm": PostNorm,
+    "from_op_arguments": from_op_arguments,
+}
 
 _COMM_NAME = Parameter("str", "comm_name")
 _ALGORITHM = Parameter("str", "algorithm", "auto")
@@ -245,7 +263,7 @@ _RARE = frozenset(parameter.name for parameter in (*_RESIDUAL_UPDATE, _PREFETCH,
 _FLOATS = ("eps", "weight_bias", "post_eps", "post_weight_bias", "scale")
 # The parameters that are fields or properties of a Call.
 _COPIED = (
-    *(name for name in KEYWORDS if name not in ("op", "source", "quant")),
+    *(name for name in KEYWORDS if name not in ("op", "source", "quant", "slices")),
     *(name for name in _RARE if name not in KEYWORDS),
 )
 _TWO = (("out", "residual_out"), "(Tensor, Tensor)")
@@ -276,6 +294,15 @@ OPERATORS = {
             ),
             ("out",),
             "Tensor",
+        ),
+        Operator(
+            "rms_norm_sharded",
+            (
+                *(Parameter("Tensor[]", "tensors"), Parameter("Tensor[]", "weights"), _EPS),
+                *(*_ROUNDING, _COMM_NAME, _ALGORITHM),
+            ),
+            ("out",),
+            "Tensor[]",
         ),
         Operator("add_rms_norm", (*_NORM, *_RESIDUAL_UPDATE), *_TWO),
         Operator("add_rms_norm_quant", (*_NORM_QUANT, *_RESIDUAL_UPDATE), *_FOUR),

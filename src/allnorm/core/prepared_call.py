@@ -322,9 +322,9 @@ class PreparedCall:
             native.stream = current_raw_stream(call.x.device.index)
         inputs = self._readable(call)
         x, residual, weight, static_scale, post_weight, index, weights, shared = map(
-            _address, inputs
+            address_of, inputs
         )
-        out, residual_out = _address(memory.get("out")), _address(memory.get("residual_out"))
+        out, residual_out = address_of(memory.get("out")), address_of(memory.get("residual_out"))
         # A tensor without rows has the address 0, but NULL means that a tensor is absent. Any other
         # address works, because nothing is read or written there.
         some = weight or post_weight
@@ -337,13 +337,13 @@ class PreparedCall:
         native.expert_weights = 0 if call.expert_weights is None else weights or some
         native.shared = 0 if call.shared is None else shared or some
         quantized = memory.get("quantized_out")
-        native.quantized = 0 if quantized is None else _address(quantized) or some
+        native.quantized = 0 if quantized is None else address_of(quantized) or some
         if self.scale is None:
             native.scale = static_scale
         else:
-            native.scale = _address(memory["scale_out"]) or some
+            native.scale = address_of(memory["scale_out"]) or some
             native.global_scale = static_scale
-        ahead = _address(call.prefetch)
+        ahead = address_of(call.prefetch)
         has_memory = ahead >= LOW_ADDRESS  # no error without: this tensor is only a hint
         native.prefetch = ahead if has_memory else 0
         native.prefetch_bytes = self._prefetch_bytes if has_memory else 0
@@ -371,7 +371,7 @@ class PreparedCall:
     def _readable(self, call: Call) -> tuple[torch.Tensor | None, ...]:
         """Returns the inputs, or contiguous, aligned copies of them."""
         given = _named_inputs(call)
-        addresses = {name: _address(tensor) for name, tensor in given.items()}
+        addresses = {name: address_of(tensor) for name, tensor in given.items()}
         if min(addresses.values()) < LOW_ADDRESS:
             tensors.check_memory(**given)
         if not self._copies_inputs and all(
@@ -426,7 +426,8 @@ def _check_memory(result: Result, given: torch.Tensor) -> None:
         arguments.check_result(result.name, given, result.like)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Returns the address of a tensor's first element; 0 without a tensor."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -158,6 +158,12 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+def has_even_rows(x: torch.Tensor) -> bool:
+    """Returns whether the distance from each row to the next is the same."""
+    shape, stride = x.shape[:-1], x.stride()[:-1]
+    return all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 1))
+
+
 def span_bytes(tensor: torch.Tensor) -> int:
     """Returns the bytes from the start of a tensor's first element to the end of its last."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)

@@ -15,6 +15,7 @@ import torch
 from allnorm.core import arguments, operators, tensors
 from allnorm.core.call import TENSORS, Call, Runner
 from allnorm.core.shards import row_shard
+from allnorm.core.slices import Slices
 from allnorm.quant import Fp8PerTensor
 
 _Tensor = torch.Tensor
@@ -37,6 +38,8 @@ class Operators(Runner):
                 "scale_out in a traced call: expected None, because a tracer does not see the "
                 "padding between its columns. Use the returned scale."
             )
+        if call.slices is not None:
+            return self._run_slices(call, call.slices)
         tensors.check_all_fake(x=call.x, residual=call.residual, weight=call.weight)
         fields, rows = operators.results_of(call.op), None
         if call.residual_sharded:
@@ -59,6 +62,20 @@ class Operators(Runner):
             for field, result in zip(fields, results, strict=True)
         )
 
+    def _run_slices(self, call: Call, slices: Slices) -> list[_Tensor]:
+        arguments.check_whole_rows(call, self._world_size)
+        tensors.check_all_fake(**{str(number): x for number, x in enumerate(slices.given)})
+        outs = slices.outs or (None,) * len(slices.tensors)
+        for number, (x, out) in enumerate(zip(slices.tensors, outs, strict=True)):
+            if out is not None:
+                like = arguments.Like(x.shape, x.dtype, x.device, f"that of tensors[{number}]")
+                arguments.check_like(f"out[{number}]", out, like)
+        results = torch.ops.allnorm.rms_norm_sharded(
+            *(list(slices.tensors), list(slices.weights), float(call.eps)),
+            *(float(call.weight_bias), call.numerics, self._name, call.algorithm),
+        )
+        return [_into(out, result) for out, result in zip(outs, results, strict=True)]
+
 
 def check_intercepted(call: Call) -> None:
     """Raises for wrong arguments that an operator would accept, or report differently."""
@@ -68,8 +85,12 @@ def check_intercepted(call: Call) -> None:
     for name, tensor in zip(TENSORS, call.tensors, strict=True):
         if isinstance(tensor, torch.Tensor):
             tensors.check_layout(name, tensor)
-    if call.has_norm:
+    if call.slices is not None:
+        for number, tensor in enumerate(call.slices.tensors):
+            tensors.check_kind(f"tensors[{number}]", tensor)
+    if call.has_norm or call.slices is not None:
         arguments.check_norm_constants(call)
+    if call.has_norm:
         arguments.check_has_norm(call)
 
 

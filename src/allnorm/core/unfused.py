@@ -67,6 +67,8 @@ def run(
     if prepared.native.op == _native.ALL_GATHER_ROWS:
         ranks.all_gather_rows(x, memory["out"])
         return _native.OK
+    if prepared.native.op == _native.RMS_NORM_SHARDED:
+        return _norm_slices(prepared, library, ranks, x.device)
     status, rows = own_partial(prepared, library, x)
     if status == _native.OK:
         status = _sum_rows(prepared, library, ranks, rows, islands)
@@ -81,6 +83,28 @@ def run(
         ranks.complete(memory["scale_out"])
         _zero_padding(memory["scale_out"], prepared.scale)
     return _native.OK
+
+
+def _norm_slices(
+    prepared: PreparedCall, library: _native.Library, ranks: _Ranks, device: torch.device
+) -> int:
+    """Gathers the ranks' sums of squares, and norms this rank's slices."""
+    call = prepared.native
+    units = call.num_slices * call.num_tokens
+    if not units:
+        return _native.OK
+    sums = torch.empty((1, units), dtype=torch.float32, device=device)
+    try:
+        call.square_sums, call.num_sources = sums.data_ptr(), 0
+        status = int(library.local(prepared.address))
+        if status != _native.OK:
+            return status
+        gathered = ranks.gather(sums)
+        call.square_sums, call.num_sources = gathered.data_ptr(), ranks.world_size
+        call.source_stride = units
+        return int(library.local(prepared.address))
+    finally:
+        call.square_sums, call.num_sources, call.source_stride = None, 1, 0
 
 
 def _sum_rows(

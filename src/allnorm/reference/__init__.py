@@ -13,6 +13,7 @@ from allnorm.reference.arithmetic import DTYPES, fma, sqrt, square_sum
 from allnorm.reference.experts import expert_sum
 from allnorm.reference.fp8 import add_rms_norm_quant, all_reduce_add_rms_norm_quant, quantize
 from allnorm.reference.norm import add_rms_norm, all_reduce, all_reduce_add_rms_norm
+from allnorm.reference.sharded_norm import rms_norm_sharded
 from allnorm.reference.shards import all_gather_rows, row_shard
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "expert_sum",
     "fma",
     "quantize",
+    "rms_norm_sharded",
     "row_shard",
     "sqrt",
     "square_sum",

@@ -43,6 +43,8 @@ def _packs(variant: Variant) -> tuple[int, int, int, int]:
         "owned_sum_few": (2 + peers, 1, 1, peers + 1),
         "owned_finished": (2 + peers, 1, 1, peers + 1),
         "owned_given": (peers, 0, 1, 1),
+        # The sums of eight ranks are polled, and their slot is cleared, as two packs.
+        "slices": (0, 1, 1, 2),
     }[variant.kind]
 
 
@@ -61,6 +63,8 @@ def _wanted(variant: Variant) -> tuple[Counter[int], Counter[int]]:
     parts = {"roll_call": 1, "hand_back": 1, "head": 1}
     if variant.kind == "owned_finished" and variant.quantized:
         parts |= {"packed_own": variant.most_ranks - 1, "packed_receive": 1}
+    if variant.exchanges_sums:
+        parts |= {"sums_send": 2}  # the first unit, and one ahead
     for part, times in parts.items():
         for row in TABLE.part(part):
             verb = TABLE.verbs[row.verb]

@@ -28,6 +28,8 @@ COMPILED = (
     ("gfx942", Variant("owned_sum_few", "Float32", 2, False)),
     ("gfx950", Variant("owned_finished", "Bfloat16", 2, True)),
     ("gfx942", Variant("owned_given", "Float32", 0, False)),
+    ("gfx942", Variant("slices", "Bfloat16", 0, False)),
+    ("gfx950", Variant("local_slices", "Float32", 1, False)),
     ("gfx942", Variant("local_any", "Float32", 1, False)),
     ("gfx950", Variant("local_aligned", "Bfloat16", 1, True)),
     *(("gfx942", variant) for variant in mutants.KERNELS.values()),

@@ -13,6 +13,7 @@ NOT_EMPTY = "a slot is not empty"
 WRONG_NUMBERS = "wrong numbers"
 FAULT = "FAILED: fault"
 SEEN = ": expected\n"
+SLICES = "FAILED: fused, seed"
 Build = Literal["plain", "thread"]
 
 
@@ -97,6 +98,14 @@ FAULTS = (
     _races("scales_sent_before_staged"),
     _races("greatest_read_early", test="cuda_local_test"),
     _wrong("maxima_of_parts_read_early", test="cuda_wide_test"),
+    # Sums of squares.
+    _wrong("sums_sent_after_failure", "rank 1 has not failed", test="cuda_slices_test"),
+    _wrong("sums_not_canonicalized", HANGS, test="cuda_slices_test"),
+    _wrong("last_sum_not_awaited", SLICES, test="cuda_slices_test"),
+    _wrong("sums_not_cleared", NOT_EMPTY, SLICES, test="cuda_slices_test"),
+    _wrong("chunks_of_units_read_early", SLICES, test="cuda_slices_test"),
+    _wrong("total_read_early", SLICES, test="cuda_slices_test"),
+    _races("one_buffer_of_unit_sums", RACE, SLICES, test="cuda_slices_test"),
     # Schedules.
     _wrong("next_row_not_sent", HANGS),
     _wrong("turns_do_not_add_up", "ns after it is due", test="cuda_pace_test"),

@@ -88,6 +88,7 @@ class Exchange:
 # Maps a transport to whether all ranks sum, and to its `send`, `own` and `receive` table parts.
 _TRANSPORTS = {
     "one_shot": (True, ("one_shot_send",), ("one_shot_own",), ()),
+    "sums": (True, ("sums_send",), ("sums_own",), ()),
     "two_shot": (False, ("two_shot_send",), ("two_shot_own",), ("two_shot_receive",)),
     "owned_rows": (False, ("owners_send",), ("owners_own", "rows_own"), ("rows_receive",)),
     "owned_quantized": (False, ("owners_send",), ("owners_own", "packed_own"), ("packed_receive",)),

@@ -38,6 +38,8 @@ _FUNCTIONS = {
     "Local": "local_rows_kernel",
     "AnyRows": "local_kernel",
     "WideRows": "wide_rows_kernel",
+    "Slices": "slices_kernel",
+    "LocalSlices": "local_slices_kernel",
 }
 
 
@@ -68,6 +70,11 @@ class Variant:
         return self.kind.startswith("local")
 
     @property
+    def exchanges_sums(self) -> bool:
+        """Whether the kernel exchanges sums of squares, and no rows."""
+        return self.kind == "slices"
+
+    @property
     def is_wide(self) -> bool:
         return self.kind.endswith("_wide")
 
@@ -81,7 +88,10 @@ class Variant:
         """The number of loads in each group of polls that receives a pack of partial sums.
 
         A kernel for any world size has a group for every world size that has no kernel of its own.
+        A group receives the sums of squares of up to eight ranks in two packs.
         """
+        if self.exchanges_sums:
+            return (2,)
         if self.world_size == ANY_WORLD_SIZE:
             own = world_sizes(self.dtype)
             return tuple(ranks for ranks in range(3, MOST_RANKS + 1) if ranks not in own)
@@ -95,6 +105,9 @@ class Variant:
         off. With two ranks, a group loads only the peer's pack.
         """
         ranks, peers = sum(self.polled_together), self.most_ranks - 1
+        if self.exchanges_sums:
+            # sent by a lane per peer: the first unit, and one ahead
+            return self._with_service(Counter({4: 2}), Counter({16: ranks}))
         wide = {
             # sent: the first row, and one ahead; received: one group
             "one_shot": (2 * peers, ranks),
@@ -109,7 +122,11 @@ class Variant:
             "owned_finished": (2 + peers, ranks + 1),
             "owned_given": (peers, 1),
         }[self.kind]
-        pushes, polls = Counter({16: wide[0]}), Counter({16: wide[1]})
+        return self._with_service(Counter({16: wide[0]}), Counter({16: wide[1]}))
+
+    def _with_service(self, pushes: Counter[int], polls: Counter[int]) -> Traffic:
+        """Adds the accesses of the service cluster, and those to rows in their format."""
+        peers = self.most_ranks - 1
         parts = {"roll_call": 1, "hand_back": 1, "head": 1}
         if self.kind == "owned_finished" and self.quantized:
             parts |= {"packed_own": peers, "packed_receive": 1}
@@ -132,6 +149,8 @@ class Variant:
         many ranks, for extended formats or finished float32 rows. `one_shot_dense` trades registers
         for two blocks per SM, and is not chosen for more than two ranks.
         """
+        if self.exchanges_sums or self.kind == "local_slices":
+            return 0
         if self.kind == "two_shot":
             return 32 if self.most_ranks > 4 and self.quantized and self.extended else 0
         if self.kind == "owned_finished" and self.most_ranks > 4:
@@ -153,12 +172,20 @@ def world_sizes(dtype: str) -> tuple[int, ...]:
 def _ranks(text: str, dtype: str) -> tuple[int, ...]:
     own = world_sizes(dtype)
     of = {"kAll": own, "k2": (2,), "k48": tuple(ranks for ranks in own if ranks > 2), "k1": (1,)}
-    return of[text]
+    return (ANY_WORLD_SIZE,) if text == "kAny" else of[text]
 
 
 def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, ...], Variant]]:
     """Yields a table entry's kernels, each with its function name and template arguments."""
     kind, *rest = arguments
+    if entry == "Slices":
+        # The name of the class stands for the kernel; the formats are left out.
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
+        function = _FUNCTIONS[rest[1].removesuffix("Kernel")]
+        for dtype in DTYPES:
+            (world_size,) = _ranks(rest[0], dtype)
+            yield (function, dtype), Variant(name, dtype, world_size, quantized=False)
+        return
     ranks = rest.pop(0) if entry in ("Fused", "Owned", "WideRows") else "k1"
     formats = _FORMATS[rest.pop() if rest[-1] == "OnlyPlain" else rest[-1]]
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
@@ -196,6 +223,8 @@ def instantiation(variant: Variant) -> str:
     """Returns the declaration of a kernel, for an explicit instantiation in namespace allnorm."""
     function, *arguments = next(key for key, found in _table().items() if found == variant)
     entry = next(entry for entry, name in _FUNCTIONS.items() if name == function)
+    if entry.endswith("Slices"):
+        return f"{function}<{entry}Kernel<{arguments[0]}>>(const __grid_constant__ SlicesParams)"
     kernel = {"Local": "LocalRows"}.get(entry, entry)
     params = {"Owned": "OwnedRows", "AnyRows": "Local", "WideRows": "Fused"}.get(entry, entry)
     return (

@@ -158,6 +158,10 @@ def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
         [i for i, found in enumerate(kernel.instructions) if found.opcode == opcode]
         for opcode in ("UCGABAR_ARV", "UCGABAR_WAIT")
     )
+    if variant.exchanges_sums:  # its blocks form no clusters
+        if arrivals or joins:
+            yield "a barrier of a cluster; expected none"
+        return
     if len(arrivals) != 1:
         yield f"the cluster arrives {len(arrivals)} times; expected once"
     elif arrivals[0] not in kernel.reachable(stop=lambda found: found.verb == "ACQBULK"):
