@@ -106,10 +106,12 @@ class Inputs:
     weight_dtype: torch.dtype | None = None
     shape: tuple[int, ...] = (TOKENS, HIDDEN)
     residual_shape: tuple[int, ...] | None = None
+    residual_dtype: torch.dtype | None = None
 
     def make(self, rank: int) -> list[Tensor]:
         x = rank_input(self.shape, self.dtype, rank)
-        residual = shared_input(self.residual_shape or self.shape, self.dtype, "residual") * 2
+        shape, dtype = self.residual_shape or self.shape, self.residual_dtype or self.dtype
+        residual = shared_input(shape, dtype, "residual") * 2
         weight = shared_input((self.shape[-1],), self.weight_dtype or self.dtype, "weight")
         return [x, residual, weight]
 

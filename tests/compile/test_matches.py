@@ -110,6 +110,7 @@ def input_changed_after_the_reduction(x, r, w):
 
 FLOAT32, FLOAT16 = Inputs(dtype=torch.float32), Inputs(dtype=torch.float16)
 FLOAT32_WEIGHT = Inputs(weight_dtype=torch.float32)
+FLOAT32_RESIDUAL = Inputs(residual_dtype=torch.float32)
 MATCHES = {
     **table(
         Expected("transformers"),
@@ -149,6 +150,27 @@ MATCHES = {
             rounded_first(z := reduce(x).to(torch.float32) + r, w),
             z.to(bf16),
         ),
+    ),
+    **table(
+        Expected("unrounded", FLOAT32_RESIDUAL),
+        float32_residual=summed(rounded),
+        float32_residual_first=lambda x, r, w: (rounded(z := r + reduce(x).float(), w), z),
+        float32_residual_that_is_not_kept=lambda x, r, w: rounded(reduce(x) + r, w),
+    ),
+    "float32_residual_and_rounded_before_the_weight": (
+        summed(rounded_first),
+        Expected("vllm", FLOAT32_RESIDUAL),
+    ),
+    "residual_converted_to_float32": (
+        lambda x, r, w: (rounded(z := r.float() + reduce(x), w), z),
+        Expected("unrounded"),
+    ),
+    "float32_norm_that_is_used": (
+        lambda x, r, w: (
+            ((y := (z := reduce(x).float() + r.float()) * rstd(z)) * w).to(bf16),
+            y * 2,
+        ),
+        Expected("unrounded"),
     ),
     "float32_weight": (summed(rounded), Expected("rounded", FLOAT32_WEIGHT)),
     "float32_weight_after_rounding": (

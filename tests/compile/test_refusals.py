@@ -65,14 +65,8 @@ def mean_square(z):
     return z.pow(2).mean(-1, keepdim=True)
 
 
-def float32_norm_is_used(x, r, w):
-    z = reduce(x).float() + r.float()
-    normed = z * rstd(z)
-    return (normed * w).to(bf16), normed * 2
-
-
 def mean_square_is_returned(x, r, w):
-    z = reduce(x).float() + r.float()
+    z = reduce(x).float() + r  # no tensor of the graph is the float32 residual
     mean = mean_square(z)
     return (z * torch.rsqrt(mean + EPS) * w).to(bf16), mean
 
@@ -129,10 +123,9 @@ REFUSALS = {
     "the reduced tensor itself is also used by the output": also_returning(lambda reduced: reduced),
     "the reduced tensor itself is also used by relu": also_returning(torch.relu),
     "the output of the graph uses the unrounded": lambda x, r, w: (
-        norm(z := reduce(x).float() + r.float(), w),
+        norm(z := reduce(x).float() + r, w),
         z,
     ),
-    "mul.* uses the unrounded": float32_norm_is_used,
     "also used by the output of the graph: the fused call returns only": mean_square_is_returned,
     "stores it in memory that is visible outside the graph": reduced_into_the_callers_tensor,
     "no RMSNorm follows it: its result is used by relu": lambda x, r, w: torch.relu(reduce(x) + r),
@@ -177,8 +170,8 @@ REFUSALS = {
     ),
     "the weight, getitem, is computed from the reduced tensor": weight_from_the_sum,
     # ---- different sums ----
-    "is torch.float32: expected torch.bfloat16": lambda x, r, w: (
-        norm(z := reduce(x) + r.float() * 2, w),
+    "is torch.float16: expected torch.bfloat16": lambda x, r, w: (
+        norm(z := reduce(x) + r.half(), w),
         z.to(bf16),
     ),
     "computed from the reduced tensor": (

@@ -380,7 +380,12 @@ def _action(found: _Found, values: Values) -> str:
     candidate, experts = match.candidate, match.experts
     weights = [weight and weight.bias for weight in (match.weight, match.post_weight)]
     parts = (
-        *(candidate.numerics, candidate.is_local, match.boundary, candidate.residual is None),
+        *(
+            candidate.numerics,
+            candidate.is_local,
+            match.boundary,
+            candidate.residual and candidate.residual.dtype,
+        ),
         *([norm.eps for norm in candidate.norms], weights, candidate.branch.scale),
         *(candidate.quantization and str(candidate.quantization), match.scale_layout),
         experts and (experts.top_k, experts.weights is None, experts.shared is None),

@@ -180,34 +180,40 @@ class Matcher:
         if branch32 is None:
             return
         for sum32 in [user for user in branch32.users if user.op == "add"]:
-            residual = self._residual(sum32, branch32, dtype)
-            if residual is None or (start.is_local and residual.op == "reduced"):
-                continue  # the other reduction fuses both into one call
-            summed = rounded(sum32, algebra, dtype)
-            rounded32 = None if summed is None else stored32(summed, algebra, dtype)
-            stored = summed if summed is not None and summed.holders else None
-            common = dataclasses.replace(
-                start, branch=branch, residual=residual, sum32=sum32, summed=stored
-            )
-            for z in dict.fromkeys((rounded32, sum32)):
-                if z is not None:
-                    yield from self._with_norms(common, z, dtype)
-            if branch.norm is not None and stored is not None:
-                yield dataclasses.replace(common, numerics=_mode(True, branch.output))
+            for residual in self._residuals(sum32, branch32, dtype):
+                if start.is_local and residual.op == "reduced":
+                    continue  # the other reduction fuses both into one call
+                # The sum with a float32 residual is not rounded.
+                summed = rounded(sum32, algebra, residual.dtype or dtype)
+                rounded32 = (
+                    None if summed is None else stored32(summed, algebra, residual.dtype or dtype)
+                )
+                stored = summed if summed is not None and summed.holders else None
+                common = dataclasses.replace(
+                    start, branch=branch, residual=residual, sum32=sum32, summed=stored
+                )
+                for z in dict.fromkeys((rounded32, sum32)):
+                    if z is not None:
+                        yield from self._with_norms(common, z, dtype)
+                if branch.norm is not None and stored is not None:
+                    yield dataclasses.replace(common, numerics=_mode(True, branch.output))
 
-    def _residual(self, sum32: Value, reduced32: Value, dtype: torch.dtype) -> Value | None:
+    def _residuals(self, sum32: Value, reduced32: Value, dtype: torch.dtype) -> Iterator[Value]:
+        """Yields what may be the residual: of the reduction's dtype first, then float32."""
         other = sum32.other(reduced32)
         if other.op == "const":
             sum32.note = sum32.note or "a number is added to the reduced tensor"
-            return None
+            return
         residual = other.args[0] if other.op == "up" else other
-        if residual.dtype != dtype:
+        if residual.dtype == dtype:
+            yield residual
+        if other.dtype == torch.float32 != dtype and other.holders:
+            yield other
+        elif residual.dtype != dtype:
+            expected = f"{dtype}, the dtype of the reduced tensor, or torch.float32"
             sum32.note = sum32.note or (
-                f"the tensor added to the reduced tensor is {residual.dtype}: expected {dtype}, "
-                "the dtype of the reduced tensor"
+                f"the tensor added to the reduced tensor is {residual.dtype}: expected {expected}"
             )
-            return None
-        return residual
 
     def _with_norms(self, common: Candidate, z: Value, dtype: torch.dtype) -> Iterator[Candidate]:
         """Yields `common` with each norm of the rounded or unrounded sum `z`."""
