@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_SECONDS
 from rank_helpers import Case, device, on
 
 import allnorm
@@ -75,13 +76,13 @@ def check_afterwards(c: allnorm.Communicator) -> None:
 
 @on(cpu=(4,))
 def test_a_child_of_fork_ends(rank: int, world_size: int) -> None:
-    c = make(False, rank)
+    c = make(False, rank, HANG_SECONDS)
     CASE.check(c)
     CASE.but(algorithm="unfused").check(c)
     pid = os.fork()
     if pid == 0:
         ctypes.pythonapi.Py_Exit(0)  # like sys.exit(), without unwinding the rank's frames
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS / 2
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
