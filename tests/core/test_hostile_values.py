@@ -38,7 +38,7 @@ NAMES = (
         "all_reduce_add_rms_norm",
     ),
     *("all_reduce_add_rms_norm_quant", "all_gather_rows", "row_shard"),
-    *("add_rms_norm", "add_rms_norm_quant"),
+    *("add_rms_norm", "add_rms_norm_quant", "Communicator.rms_norm_sharded", "rms_norm_sharded"),
 )
 
 
@@ -113,6 +113,7 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
         "all_reduce_add_rms_norm_quant": norm,
         "all_gather_rows": {"residual_shard": x, "num_tokens": ROWS},
         "row_shard": {"num_tokens": ROWS},
+        "rms_norm_sharded": {"tensors": [x], "weights": [weight], "eps": 1e-6},
         "add_rms_norm": norm,
         "add_rms_norm_quant": norm,
     }

@@ -524,7 +524,10 @@ def check_planned(
     check_dtype("dtype", dtype)
     check_algorithm(fields["algorithm"])
     check_width("x", hidden_size)
-    if residual_dtype not in (None, dtype, torch.float32):
+    # An array would compare element by element.
+    if residual_dtype is not None and (
+        not isinstance(residual_dtype, torch.dtype) or residual_dtype not in (dtype, torch.float32)
+    ):
         raise TypeError(
             f"residual_dtype={residual_dtype!r}: expected None, {dtype}{_or_float32(dtype)}."
         )
