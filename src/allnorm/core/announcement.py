@@ -88,6 +88,8 @@ def describe(fields: dict[str, str]) -> str:
     text += dtype
     if rest.get(_RESIDUAL_DTYPE) == dtype:
         del rest[_RESIDUAL_DTYPE]
+    if rest.get("gather") == "True":
+        del rest["gather"]
     if "algorithm" in rest:
         text += f" by {rest.pop('algorithm')}"
     if "numerics" in rest:
