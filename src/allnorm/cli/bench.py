@@ -86,8 +86,9 @@ def bench(
         str,
         work_option(
             "Instead of calls, time chains of decoder layers of these models without attention, "
-            "such as llama-3.1-8b,llama-3.1-70b, with and without prefetch of the next weight. "
-            "Goes with --tokens (default: 1,8,32,64), --tp, --dtype, --numerics and --max-blocks."
+            "such as llama-3.1-8b, with and without prefetch of the next weight. Separate several "
+            "with commas. Goes with --tokens (default: 1,8,32,64), --tp, --dtype, --numerics and "
+            "--max-blocks."
         ),
     ] = "",
     arms: Annotated[str, work_option("Implementations to time, by name. Default: all.")] = "",
