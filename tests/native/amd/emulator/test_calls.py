@@ -78,5 +78,6 @@ def test_equal_seeds_give_equal_runs() -> None:
 
 def test_every_kernel_has_a_case() -> None:
     cases = list(all_kernels(GFX942))
-    names = {"-".join(traits(found)) for found in all_variants(wide=True)}
+    emulated = [v for v in all_variants(wide=True) if not v.kind.endswith("slices")]
+    names = {"-".join(traits(variant)) for variant in emulated}
     assert {case.name for case in cases} == names
