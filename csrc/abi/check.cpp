@@ -93,24 +93,25 @@ int32_t check_change(const AllnormCall& call) {
   return check_eps("post_eps", call.post_eps);
 }
 
+int32_t check_rounding(const AllnormCall& call) {
+  if (call.numerics < ALLNORM_ROUNDED || call.numerics > ALLNORM_VLLM) {
+    return invalid("numerics", call.numerics, "an AllnormNumerics, 0 to 3");
+  }
+  return check_eps("eps", call.eps);
+}
+
 int32_t check_norm(const AllnormCall& call) {
   if (call.weight_dtype != call.dtype && call.weight_dtype != ALLNORM_FLOAT32) {
     return invalid("weight_dtype", call.weight_dtype, "the dtype of x, or float32 (0)");
   }
-  if (call.numerics < ALLNORM_ROUNDED || call.numerics > ALLNORM_VLLM) {
-    return invalid("numerics", call.numerics, "an AllnormNumerics, 0 to 3");
-  }
-  int32_t status = check_eps("eps", call.eps);
+  int32_t status = check_rounding(call);
   if (status == ALLNORM_OK) status = check_change(call);
   return status == ALLNORM_OK ? check_quant(call) : status;
 }
 
 // Checks the number and the sizes of slices.
 int32_t check_slices(const AllnormCall& call) {
-  if (call.numerics < ALLNORM_ROUNDED || call.numerics > ALLNORM_VLLM) {
-    return invalid("numerics", call.numerics, "an AllnormNumerics, 0 to 3");
-  }
-  if (const int32_t status = check_eps("eps", call.eps)) return status;
+  if (const int32_t status = check_rounding(call)) return status;
   if ((call.flags & ~ALLNORM_NO_PDL) != 0) {
     return invalid("flags", call.flags, "0 or ALLNORM_NO_PDL (1) with RMS_NORM_SHARDED");
   }
