@@ -278,6 +278,10 @@ RowRange held_rows(const AllnormCommConfig& config, const AllnormCall& call) {
                           : RowRange{0, call.num_tokens};
 }
 
+int64_t result_rows(const AllnormCall& call, const RowRange& held) {
+  return keeps_rows(call) ? held.end - held.begin : call.num_tokens;
+}
+
 RowRange owned_rows(const AllnormCommConfig& config, const AllnormCall& call) {
   return uses_owners(call) ? row_shard(call.num_tokens, config.world_size, config.rank)
                            : RowRange{0, call.num_tokens};

@@ -30,6 +30,9 @@ int32_t check_slice_alignment(const AllnormCall& call);
 int32_t check_alignment(const AllnormCall& call, const RowRange& held, const RowRange& owned);
 // Returns the rows of a checked call that only this rank holds.
 RowRange held_rows(const AllnormCommConfig& config, const AllnormCall& call);
+// Returns the number of rows in the results of a call, other than residual_out. `held`: see
+// held_rows().
+int64_t result_rows(const AllnormCall& call, const RowRange& held);
 // Returns the rows of a checked call that this rank sums for its peers; all rows if rows have no
 // owners.
 RowRange owned_rows(const AllnormCommConfig& config, const AllnormCall& call);

@@ -241,10 +241,10 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
   int32_t status = check_strides(call);
   if (status != ALLNORM_OK || call.num_tokens == 0) return status;
   const int64_t num_held = held.end - held.begin;
-  const int64_t result_rows = keeps_rows(call) ? num_held : call.num_tokens;
+  const int64_t num_results = result_rows(call, held);
   status = check_present(call);
-  if (status == ALLNORM_OK && scales && result_rows > 0 && !is_swizzled(call)) {
-    status = check_scale_strides(call, result_rows);
+  if (status == ALLNORM_OK && scales && num_results > 0 && !is_swizzled(call)) {
+    status = check_scale_strides(call, num_results);
   }
   if (status != ALLNORM_OK) return status;
 
@@ -253,7 +253,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
   // Island sums are float32, and exist only for the rows that this rank owns.
   const int64_t x_width = takes_sums(call) ? 4 : width, out_width = makes_sums(call) ? 4 : width;
   const int64_t num_owned = owned.end - owned.begin;
-  const int64_t out_rows = makes_sums(call) ? num_owned : result_rows;
+  const int64_t out_rows = makes_sums(call) ? num_owned : num_results;
   const auto rows = [&](int64_t count, int64_t stride) {
     return Extent{columns, count - 1, stride};
   };
@@ -262,14 +262,14 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
   others.far_repeats = num_sources - 2;
   others.far_stride = others.skipped = call.source_stride;
   Extent scale = {.columns = 1,
-                  .repeats = result_rows - 1 + call.scale_padding_rows,
+                  .repeats = num_results - 1 + call.scale_padding_rows,
                   .stride = call.scale_row_stride,
                   .far_repeats = scale_words(call) - 1,
                   .far_stride = call.scale_group_stride};
   int64_t scale_bytes = is_nvfp4(call) ? 1 : 4;
   if (is_swizzled(call)) {
     // Counted in words, each with the four scales that a row has in a tile.
-    const int64_t end = call.first_scale_row + result_rows + call.scale_padding_rows;
+    const int64_t end = call.first_scale_row + num_results + call.scale_padding_rows;
     scale = {.columns = (end + kTileRows - 1) / kTileRows * scale_tiles(call) * kTileRows};
     scale_bytes = kTileGroups;
   }
@@ -304,11 +304,11 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
     all.add_result("residual_out", call.residual_out, residual_width,
                    rows(num_held, call.residual_out_stride), kResidual);
   }
-  if (quantized && result_rows > 0) {
+  if (quantized && num_results > 0) {
     all.add_result("quantized", call.quantized, 1,
-                   {quantized_row_bytes(call), result_rows - 1, call.quantized_stride});
+                   {quantized_row_bytes(call), num_results - 1, call.quantized_stride});
   }
-  if (scales && result_rows > 0) all.add_result("scale", call.scale, scale_bytes, scale);
+  if (scales && num_results > 0) all.add_result("scale", call.scale, scale_bytes, scale);
   return all.status();
 }
 
@@ -381,7 +381,7 @@ int32_t check_alignment(const AllnormCall& call, const RowRange& held, const Row
   const int64_t residual_width = element_bytes(residual_dtype(call));
   const int64_t num_owned = owned.end - owned.begin;
   const int64_t x_rows = rows_of_x(call, num_held, num_owned);
-  const int64_t result_rows = keeps_rows(call) ? num_held : call.num_tokens;
+  const int64_t num_results = result_rows(call, held);
   const struct {
     const char* name;
     const void* data;
@@ -396,11 +396,11 @@ int32_t check_alignment(const AllnormCall& call, const RowRange& held, const Row
        kPackBytes},
       {"weight", norm ? call.weight : nullptr, 1, 0, kPackBytes},
       {"post_weight", norm ? call.post_weight : nullptr, 1, 0, kPackBytes},
-      {"out", call.out, makes_sums(call) ? num_owned : result_rows,
+      {"out", call.out, makes_sums(call) ? num_owned : num_results,
        call.out_stride * (makes_sums(call) ? 4 : width), kPackBytes},
       {"residual_out", norm ? call.residual_out : nullptr, num_held,
        call.residual_out_stride * residual_width, kPackBytes},
-      {"quantized", quantized ? call.quantized : nullptr, result_rows, call.quantized_stride,
+      {"quantized", quantized ? call.quantized : nullptr, num_results, call.quantized_stride,
        kPackBytes / width / (is_nvfp4(call) ? 2 : 1)},
   };
   for (const auto& [name, data, rows, stride_bytes, row_align] : tensors) {

@@ -290,7 +290,7 @@ int32_t CpuCommunicator::run(const AllnormCall& call) {
   }
   float* const scratch = scratch_.reserve(call.hidden_size);
   if (scratch == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a scratch row");
-  zero_scale_padding(call, result_rows(call));
+  zero_scale_padding(call, result_rows(call, held_rows(config_, call)));
   const CallTag tag = call_tag(call, call.num_tokens);
   int64_t begin = 0;
   // A call without rows also exchanges tags, so that a rank with a different number of rows is
@@ -325,14 +325,8 @@ bool CpuCommunicator::record(AllnormStatus status, int peer, uint32_t seen_op, c
   return false;
 }
 
-int64_t CpuCommunicator::result_rows(const AllnormCall& call) const {
-  if (!keeps_rows(call)) return call.num_tokens;
-  const RowRange own = row_shard(call.num_tokens, config_.world_size, config_.rank);
-  return own.end - own.begin;
-}
-
 int32_t CpuCommunicator::refuse(const AllnormCall& call, int64_t first) {
-  zero_scale_padding(call, result_rows(call));
+  zero_scale_padding(call, result_rows(call, held_rows(config_, call)));
   fill_nan(call, config_.world_size, config_.rank, first);
   if (fault_.status == ALLNORM_OK) {
     return fail(ALLNORM_CLOSED, "rank %d: another thread has closed the communicator",

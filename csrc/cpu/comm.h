@@ -108,8 +108,6 @@ class CpuCommunicator {
   // Records a failure; `tag` is this rank's tag. Returns false.
   bool record(AllnormStatus status, int peer, uint32_t seen_op, const CallTag& tag);
   bool run_chunk(const Chunk& chunk);
-  // Returns the number of rows in the results of a call.
-  int64_t result_rows(const AllnormCall& call) const;
   // Fails with the recorded failure. Fills rows from `first` on with NaN.
   int32_t refuse(const AllnormCall& call, int64_t first);
 

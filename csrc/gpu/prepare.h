@@ -336,13 +336,12 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   params.fused.x = x_params(call, 0);
   params.fused.experts = expert_params(call, 0);
   params.fused.prefetch = prefetch_params(call, first);
-  const RowRange own = row_shard(call.num_tokens, config.world_size, config.rank);
-  params.keeps_rows = keeps_rows(call);
-  const int64_t result_rows = params.keeps_rows ? own.end - own.begin : call.num_tokens;
-  params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, result_rows, last));
+  const int64_t num_results = result_rows(call, held_rows(config, call));
+  params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, num_results, last));
   params.first_index = first;
   params.total_rows = call.num_tokens;
   params.sends_normed = is_quantized(call) && call.out != nullptr;
+  params.keeps_rows = keeps_rows(call);
   params.islands = island_params(call);
   return params;
 }
