@@ -219,6 +219,17 @@ inline FusedParams missing_call_params(const AllnormCommConfig& config, AllnormF
   return rowless_params(config, {0, kMissingCall}, fault);
 }
 
+// Reserves the slots of a launch of `num_rows` rows; returns their bytes.
+inline int64_t reserve_slots(FusedParams& params, const AllnormCommConfig& config,
+                             const SlotBytes& slot, int64_t num_rows) {
+  const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
+  const uint32_t units = PushLayout::units(config.workspace_bytes, bytes);
+  params.large = units == 0;
+  params.units = params.large ? 1 : units;
+  params.phases = PushLayout::phases(config.workspace_bytes, units);
+  return bytes;
+}
+
 // Returns the parameters that all launches of `num_rows` rows have in common.
 inline FusedParams exchange_params(const AllnormCommConfig& config, const AllnormCall& call,
                                    int64_t num_rows, AllnormFault* fault) {
@@ -226,14 +237,10 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   params.num_tokens = static_cast<int32_t>(num_rows);
   params.packs = static_cast<int32_t>(call.hidden_size * element_bytes(call.dtype) / kPackBytes);
   const SlotBytes slot = slot_bytes(config.world_size, call);
-  const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
-  const uint32_t units = PushLayout::units(config.workspace_bytes, bytes);
-  params.large = units == 0;
-  params.units = params.large ? 1 : units;
-  params.phases = PushLayout::phases(config.workspace_bytes, units);
+  const int64_t bytes = reserve_slots(params, config, slot, num_rows);
   // Single units are not kept in the L2 cache: keeping them made few rows slower, for an unknown
   // reason (docs/engineering-log/2026-11-27-figures-of-the-kernels.md#the-exchange).
-  params.slot_policy = units > 1 ? cache_policy(bytes) : kEvictNormal;
+  params.slot_policy = params.units > 1 ? cache_policy(bytes) : kEvictNormal;
   if (call.link_gbps != 0) {
     // A rank sends as many bytes per row as it receives.
     const double row_bytes = static_cast<double>(slot.bytes) / static_cast<double>(slot.rows);

@@ -228,12 +228,7 @@ inline uint32_t num_launches(const Operation& op, int world_size) {
 // host code does, which then reserves the slots of a two_shot call in chunks: too few.
 inline void reserve_for_owners(FusedParams& params, const AllnormCommConfig& config,
                                const AllnormCall& call, int64_t num_rows) {
-  const SlotBytes slot = owned_rows_bytes(config.world_size, call);
-  const int64_t bytes = (num_rows + slot.rows - 1) / slot.rows * slot.bytes;
-  const uint32_t units = PushLayout::units(config.workspace_bytes, bytes);
-  params.large = units == 0;
-  params.units = params.large ? 1 : units;
-  params.phases = PushLayout::phases(config.workspace_bytes, units);
+  reserve_slots(params, config, owned_rows_bytes(config.world_size, call), num_rows);
 }
 
 // The workspaces and fault records of a group of ranks.
