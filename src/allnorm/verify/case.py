@@ -12,6 +12,7 @@ import allnorm
 from allnorm import reference
 from allnorm.names import SWIZZLED
 from allnorm.quant import Quant, scale_geometry, swizzled_rows
+from allnorm.reference.shards import split_rows
 from allnorm.testing import (
     SPECIAL_KINDS,
     describe_difference,
@@ -397,13 +398,20 @@ class Case:
     # ---- what it must return ----
 
     def expected(self, world_size: int, islands: Any = None) -> Any:
-        """Returns the reference's results for the call, with all rows of the residual."""
+        """Returns the reference's results for the call, with all rows of the residual.
+
+        If rows are not gathered, each result is the list of all ranks' rows.
+        """
         xs = self.xs(world_size)
         if self.op == "all_reduce":
             return reference.all_reduce(xs, islands=islands)
         if self.op == "all_gather_rows":
             return xs[0].reshape(-1, self.hidden_size)
         arguments = self.norm_arguments()
+        if not self.gather:
+            arguments |= {"residual_sharded": True, "gather": False}
+            if self.residual:
+                arguments["residual"] = split_rows(arguments["residual"], world_size)
         if self.quant is not None:
             arguments |= {"quant": self.spec(), "return_normed": self.return_normed}
         if self.op == "local":
@@ -493,7 +501,7 @@ class Case:
         """Describes the errors in this rank's results."""
         expected = self.expected(comm.world_size, comm.islands)
         if not self.gather:
-            expected = self._own_part(comm, expected)
+            expected = [None if ranks is None else ranks[comm.rank] for ranks in expected]
         listed: tuple[str, ...] = ("normed", "residual_out")
         if not self.has_norm:
             listed, expected = (self.op,), (expected,)
@@ -515,19 +523,6 @@ class Case:
             difference = describe_difference(got, want)
             found += [f"{name}: {difference}"] if difference else []
         return found
-
-    def _own_part(self, comm: allnorm.Communicator, expected: Any) -> Any:
-        """Returns this rank's part of the reference's results if rows are not gathered."""
-        if self.quant is None:
-            return [None if whole is None else self.own_rows(comm, whole) for whole in expected]
-        spec, normed = self.spec(), expected.normed
-        if normed is None:
-            plain = self.but(quant=None, return_normed=False)
-            normed = plain.expected(comm.world_size, comm.islands)[0]
-        assert spec is not None
-        own = self.own_rows(comm, normed)
-        kept = own if self.return_normed else None
-        return (*reference.quantize(own, spec), self.own_rows(comm, expected.residual), kept)
 
     def agreed(self, results: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Returns the results that must be equal on every rank."""
