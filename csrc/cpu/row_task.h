@@ -134,7 +134,7 @@ struct RowOp {
   float post_eps = 0.0f;
   float post_weight_bias = 0.0f;
   float sum_scale = 1.0f;
-  // Whether residual and residual_out are float32, not of `dtype`, which then has 16 bits.
+  // True if residual and residual_out are float32 and `dtype` has 16 bits.
   bool float32_residual = false;
   // ALLNORM_ALL_REDUCE: whether the sources are float32 sums from ALLNORM_SUM_ROWS.
   bool of_sums = false;

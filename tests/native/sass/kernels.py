@@ -71,7 +71,7 @@ class Variant:
 
     @property
     def exchanges_sums(self) -> bool:
-        """Whether the kernel exchanges sums of squares, and no rows."""
+        """Returns whether the kernel exchanges sums of squares instead of rows."""
         return self.kind == "slices"
 
     @property
