@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,24 @@ def test_counts(pool: RankPool) -> None:
         assert summary == "2 of 4 fused"
         assert results["raised"] == "2 of 3 fused in 2 forward passes"
         assert results["compiling"] == results["compiled"] == "1 of 1 fused"
+
+
+def threads() -> list[str]:
+    return sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+
+@on(cpu=(2,))
+def test_a_trace_does_not_keep_process_groups_alive(rank: int, world_size: int) -> None:
+    """A group's threads may abort the process if they still run while it exits."""
+    before = threads()
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(4), group=group)
+    assert threads() != before
+    with allnorm.trace():
+        dist.all_reduce(torch.ones(4), group=group)
+    dist.destroy_process_group(group)
+    del group
+    assert threads() == before
 
 
 def test_trace_is_callable_after_its_package_is_imported() -> None:

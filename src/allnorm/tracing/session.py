@@ -55,26 +55,29 @@ def trace() -> Iterator[TraceReport]:
         report.rank, report.world_size = dist.get_rank(), dist.get_world_size()
     profile = _profile()
     with _call_ranges(), _module_ranges():
-        profile.start()
+        profile.__enter__()
         try:
             yield report
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            profile.stop()
-            found = Collector(profile.events())
+            profile.__exit__(None, None, None)
+            found = Collector(profile.function_events)
             report.passes = found.passes
             report.entries = tuple(found.tally.entries())
 
 
 def _profile() -> Any:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     # Serving engines run forward passes in separate threads.
     settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    return torch.profiler.profile(
-        activities=activities, experimental_config=settings, acc_events=True
+    # torch.profiler.profile would keep every process group alive, also after
+    # destroy_process_group(): a worker of gloo that still runs while the interpreter exits aborts
+    # the process if it releases a tensor.
+    return torch.autograd.profiler.profile(
+        use_device="cuda" if torch.cuda.is_available() else None,
+        use_kineto=True,
+        experimental_config=settings,
+        acc_events=True,
     )
 
 
