@@ -131,6 +131,30 @@ def run_and_check(c: allnorm.Communicator, call: Callable[[], object]) -> None:
     c.check()
 
 
+def used_communicator(
+    timeout: float,
+    *calls: Callable[[allnorm.Communicator], object],
+    create: Callable[..., allnorm.Communicator] = allnorm.Communicator,
+    **arguments: Any,
+) -> allnorm.Communicator:
+    """Returns a communicator that has run these calls.
+
+    On a busy machine a call may exceed a short timeout. If one does, every rank tries again.
+    """
+    for _ in range(5):
+        c = create(timeout=timeout, **{"device": device(), **arguments})
+        in_time = True
+        try:
+            for call in calls:
+                call(c)
+        except allnorm.PeerTimeoutError:
+            in_time = False
+        if all(gather(in_time)):
+            return c
+        c.close()
+    raise AssertionError(f"5 communicators failed with a timeout of {timeout} s")
+
+
 def check_cases(rank: int, world_size: int, cases: list[Case], **arguments: Any) -> int:
     """Checks cases in ranks; returns how many ran. All others must be refused.
 

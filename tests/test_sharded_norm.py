@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import time
 from typing import Any
 
 import pytest
 import torch
-from rank_helpers import DTYPES, comm, device, message_of, on, synchronize
+from rank_helpers import DTYPES, comm, device, message_of, on, synchronize, used_communicator
 
 import allnorm
 from allnorm import reference
@@ -247,8 +246,7 @@ def test_different_calls_fail_on_every_rank(rank: int, world_size: int, algorith
 @on(cpu=(2,), gpu=(2,))
 def test_timeout(rank: int, world_size: int) -> None:
     tensors, weights = slices_of(0, world_size, (3,), (64, 32), torch.bfloat16)
-    with allnorm.Communicator(device=device(), timeout=datetime.timedelta(seconds=0.3)) as c:
-        check(c, tensors, weights)
+    with used_communicator(0.3, lambda c: check(c, tensors, weights)) as c:
         if rank == 1:
             time.sleep(1.0)
             return

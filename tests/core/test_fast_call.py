@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from limits import HANG_SECONDS
-from rank_helpers import Case, Experts, comm, message_of, on
+from rank_helpers import Case, Experts, comm, message_of, on, used_communicator
 from script_helpers import script
 
 import allnorm
@@ -342,9 +342,7 @@ def test_a_new_table_replaces_prepared_calls(rank: int, world_size: int) -> None
 @needs_library
 @on(cpu=(2,))
 def test_a_repeated_call_raises_if_a_peer_is_missing(rank: int, world_size: int) -> None:
-    with allnorm.Communicator(device=device(), timeout=0.5) as c:
-        for _ in range(3):
-            BASE.check(c)
+    with used_communicator(0.5, *3 * [BASE.check]) as c:
         if rank == 0:
             with only_c(c):
                 assert "rank 1" in message_of(allnorm.PeerTimeoutError, lambda: BASE.run(c))

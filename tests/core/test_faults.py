@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import Case, device, on, run_and_check, synchronize
+from rank_helpers import Case, device, on, run_and_check, synchronize, used_communicator
 
 import allnorm
 from allnorm import quant
@@ -33,8 +33,10 @@ from allnorm.core.prepared_call import PreparedCall
 from allnorm.policy import Plan
 from allnorm.testing import RankPool, gather
 
-TIMEOUT = datetime.timedelta(seconds=1.5)
+SECONDS = 1.5
+TIMEOUT = datetime.timedelta(seconds=SECONDS)
 SLACK_SECONDS = 10.0  # allowed delay on a busy machine, in addition to the timeout
+PATIENT = datetime.timedelta(seconds=60)  # for calls that must not time out on a busy machine
 
 
 def faulty_call(
@@ -72,10 +74,9 @@ def assert_poisoned(c: allnorm.Communicator, case: Case) -> None:
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "unfused"])
 def test_a_peer_that_never_comes(rank: int, world_size: int, algorithm: str) -> None:
     case, absent = Case((5, 512), algorithm=algorithm), world_size - 1
-    c = allnorm.Communicator(device=device(), timeout=TIMEOUT)
-    for call in range(3):
-        case.but(call=call).check(c)
-    dist.barrier()
+    c = used_communicator(
+        TIMEOUT.total_seconds(), *(case.but(call=call).check for call in range(3))
+    )
     named = absent
     if rank != absent:
         error, seconds, out, residual_out = faulty_call(c, case)
@@ -116,9 +117,7 @@ def test_quantized_results_of_a_failed_call_are_nan(
     )
     for spec in specs:
         case = Case((5, 512), quant=spec, sharded=sharded, algorithm=algorithm, return_normed=True)
-        c = allnorm.Communicator(device=device(), timeout=TIMEOUT / 3)
-        case.check(c)
-        dist.barrier()
+        c = used_communicator(SECONDS / 3, case.check)
         if rank == world_size - 1:
             dist.barrier()
             continue
@@ -225,7 +224,7 @@ def test_errors_name_the_values_that_differ(rank: int, world_size: int, what: st
     mine = case.but(**change) if rank == 0 else case
     own, other = (first, second) if rank == 0 else (second, first)
     for repeats in (0, 4):
-        with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+        with allnorm.Communicator(device=device(), timeout=PATIENT) as c:
             for _ in range(repeats):  # both calls are prepared: neither may be taken for the other
                 case.check(c)
                 case.but(**change).check(c)
@@ -317,7 +316,7 @@ def test_a_diverging_unfused_call_fails_on_every_rank(
     common, change = UNFUSED_DIVERGENCES[what]
     case, last = Case((3, 512), algorithm="unfused").but(**common), world_size - 1
     mine = case.but(**change) if rank == last else case
-    with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+    with allnorm.Communicator(device=device(), timeout=PATIENT) as c:
         for call in range(3):
             case.but(call=call).check(c)
             with pytest.raises(allnorm.PeerDivergedError) as caught:
@@ -336,7 +335,7 @@ def test_a_diverging_unfused_call_fails_on_every_rank(
 @on(cpu=(2,))
 def test_a_different_unfused_operation(rank: int, world_size: int) -> None:
     case = Case((4, 512), sharded=True, algorithm="unfused")
-    with allnorm.Communicator(device=device(), timeout=TIMEOUT) as c:
+    with allnorm.Communicator(device=device(), timeout=PATIENT) as c:
         shard = case.own_rows(c, case.x(rank)).clone()
         two_rows = case.but(shape=(2, 512)).own_rows(c, case.x(rank)[:2])
         calls: dict[str, Callable[[], object]] = {
@@ -369,9 +368,9 @@ def test_unfused_calls_between_machines(rank: int, world_size: int) -> None:
     """Checks that ranks on different machines announce their calls through the store."""
     case = Case((5, 512), algorithm="unfused")
     with mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank}"):
-        c = allnorm.Communicator(device=device(), timeout=1.0)
-    for call in range(3):
-        case.but(call=call).check(c)
+        c = used_communicator(
+            TIMEOUT.total_seconds(), *(case.but(call=call).check for call in range(3))
+        )
     other = case.but(eps=1e-5 if rank == 0 else 1e-6)
     with pytest.raises(allnorm.PeerDivergedError):
         other.run(c)
@@ -423,7 +422,7 @@ def test_nothing_is_seen_of_a_peer_that_never_called(rank: int, world_size: int)
 @on(cpu=(2, 3), gpu=(2,))
 def test_a_late_peer_is_waited_for(rank: int, world_size: int) -> None:
     case = Case((3, 512))
-    with allnorm.Communicator(device=device(), timeout=datetime.timedelta(seconds=30)) as c:
+    with allnorm.Communicator(device=device(), timeout=PATIENT) as c:
         for call in range(3):
             if rank == call % world_size:
                 time.sleep(0.7)  # by then, waiting ranks no longer spin but sleep

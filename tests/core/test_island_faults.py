@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from limits import HANG_SECONDS
-from rank_helpers import Case, device, on
+from rank_helpers import Case, device, on, used_communicator
 
 import allnorm
 from allnorm.core import between, channel, watch
@@ -32,17 +32,18 @@ one_or_two_machines = pytest.mark.parametrize(
 )
 
 
-def make(far: bool, rank: int, timeout: float = 60.0) -> allnorm.Communicator:
-    """Creates a communicator over two islands, which seem to be on two machines if `far`."""
+def make(far: bool, rank: int, islands: Any = PAIRS, **arguments: Any) -> allnorm.Communicator:
+    """Creates a communicator over islands, or two islands on seemingly two machines if `far`."""
+    arguments = {"device": device(), "timeout": 60.0, **arguments}
     if not far:
-        return allnorm.Communicator(device=device(), islands=PAIRS, timeout=timeout)
+        return allnorm.Communicator(islands=islands, **arguments)
     here = watch.this_process()._replace(namespace=f"host {rank // 2}")
     with (
         mock.patch("allnorm.core.workspace._host_identity", return_value=f"host {rank // 2}"),
         mock.patch("allnorm.core.arrival.this_process", return_value=here),
         mock.patch("allnorm.core.watch.this_process", return_value=here),
     ):
-        c = allnorm.Communicator(device=device(), timeout=timeout)
+        c = allnorm.Communicator(**arguments)
     assert c.islands == PAIRS
     assert isinstance(c._endpoint._channel, channel._Messages)
     assert c._endpoint.failure.watch is not None
@@ -76,7 +77,7 @@ def check_afterwards(c: allnorm.Communicator) -> None:
 
 @on(cpu=(4,))
 def test_a_child_of_fork_ends(rank: int, world_size: int) -> None:
-    c = make(False, rank, HANG_SECONDS)
+    c = make(False, rank, timeout=HANG_SECONDS)
     CASE.check(c)
     CASE.but(algorithm="unfused").check(c)
     pid = os.fork()
@@ -110,9 +111,7 @@ def test_a_killed_rank_is_named_by_all(rank: int, world_size: int, far: bool) ->
 @on(cpu=(4,))
 @one_or_two_machines
 def test_a_late_rank_is_named_by_all(rank: int, world_size: int, far: bool) -> None:
-    c = make(far, rank, timeout=4.0)
-    CASE.check(c)
-    dist.barrier()
+    c = used_communicator(4.0, CASE.check, create=make, far=far, rank=rank)
     if rank == 3:
         time.sleep(12)
         c.close()
@@ -132,12 +131,10 @@ def stops_within_waits(
     The victim stops as soon as its note records the wait. All other ranks must name it.
     """
     for number in range(1, 6 if algorithm == "auto" else 4):
-        if far:
-            c = make(True, rank, timeout=2.5)
-        else:
-            c = allnorm.Communicator(device="cpu", islands=islands, timeout=2.5)
         case = CASE.but(algorithm=algorithm)
-        case.check(c)
+        c = used_communicator(
+            2.5, case.check, create=make, far=far, rank=rank, islands=islands, device="cpu"
+        )
         notes = c._endpoint.failure.notes
         enters = notes.enter
         count = itertools.count(1)
@@ -217,10 +214,9 @@ def test_a_rank_lost_during_a_call_is_named_by_all(
     rank: int, world_size: int, far: bool, how: str
 ) -> None:
     """Rank 3 exits or stops after the ranks have compared calls and its island has summed."""
-    c = make(far, rank, timeout=60.0 if how == "ends" else 4.0)
-    CASE.check(c)
+    seconds = 60.0 if how == "ends" else 4.0
+    c = used_communicator(seconds, CASE.check, create=make, far=far, rank=rank)
     between = c._endpoint._hierarchy.between
-    dist.barrier()
     if rank == 3:
 
         def gather(*_: Any) -> torch.Tensor:
