@@ -19,8 +19,8 @@ from allnorm.core import _native
 
 PACKAGE = pathlib.Path(allnorm.__file__).parent
 COMMANDS_ONLY = ("typer", "click", "rich", "matplotlib")
-# allnorm may take 20 ms if torch takes 1.2 s. A slow machine slows both imports.
-IMPORT_SHARE = 0.020 / 1.2
+# allnorm may take 30 ms if torch takes 1.2 s. A slow machine slows both imports.
+IMPORT_SHARE = 0.030 / 1.2
 # `allnorm --help` may take 0.3 s, without torch.
 HELP_SHARE = 0.3 / 1.2
 
@@ -137,7 +137,7 @@ def test_import_takes_no_time(code: str, most: float) -> None:
     """Compares with torch's import in CPU seconds: the best of many, as the machine may be busy."""
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     shares: list[float] = []
-    while len(shares) < 40 and min(shares, default=1) >= most:
+    while len(shares) < 10 and min(shares, default=1) >= most:
         shares.append(float(output_of(code, environ=environ).stdout))
     assert min(shares) < most, shares
 
