@@ -144,6 +144,8 @@ def chart_rows(chart: Chart) -> dict[str, dict[int, Row]]:
                 or (row["world_size"], row["hidden_size"]) != (chart.world_size, chart.hidden_size)
                 or row["quant"]
                 or row["residual_sharded"]
+                or row.get("float32_residual")
+                or row.get("slices")
                 or not (row["supported"] and row["correct"])
             ):
                 continue

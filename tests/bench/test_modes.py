@@ -57,6 +57,22 @@ def test_modes_are_all_combinations() -> None:
         Mode(residual_sharded=True),
         Mode("per_token", residual_sharded=True, return_normed=True),
     ]
+    changed = bench_modes.modes(
+        ["none", "per_token"], ["replicated"], float32_residual=True, own_rows=True, slices=2
+    )
+    assert changed == [
+        Mode(),
+        Mode(float32_residual=True),
+        Mode("per_token"),
+        Mode("per_token", float32_residual=True),
+        Mode(residual_sharded=True, own_rows=True),
+        Mode("per_token", residual_sharded=True, own_rows=True),
+        Mode(slices=2),
+    ]
+    assert [str(mode) for mode in changed[-2:]] == [
+        "per_token, sharded residual, own rows",
+        "sharded norm of 2",
+    ]
     assert str(Mode("per_token", True, True)) == "per_token, with normed, sharded residual"
     assert str(Mode()) == ""
 
@@ -76,6 +92,8 @@ def test_peers_run_on_gpus_with_replicated_residuals() -> None:
     assert bench_modes.peer_names("cuda", Mode()) == list(bench_modes.PEERS)
     assert bench_modes.peer_names("cuda", Mode(residual_sharded=True)) == []
     assert bench_modes.peer_names("cpu", Mode()) == []
+    assert bench_modes.peer_names("cuda", Mode(float32_residual=True)) == []
+    assert bench_modes.peer_names("cuda", Mode(slices=2)) == []
 
 
 def test_a_quantized_call_is_compared_with_the_16_bit_call() -> None:
@@ -84,6 +102,16 @@ def test_a_quantized_call_is_compared_with_the_16_bit_call() -> None:
     assert bench_modes.with_compared(["allnorm"], [Mode()]) == ("allnorm",)
     quantized = bench_modes.with_compared(["allnorm"], [Mode("per_token")])
     assert quantized == ("allnorm", "allnorm16")
+
+
+def test_calls_with_changed_residuals_or_rows_are_compared_with_the_plain_call() -> None:
+    changed = [Mode(float32_residual=True), Mode(residual_sharded=True, own_rows=True)]
+    compared = bench_modes.with_compared(["allnorm"], changed)
+    assert compared == ("allnorm", bench_modes.RESIDUAL16, bench_modes.GATHERED)
+    for mode, name in zip(changed, compared[1:], strict=True):
+        assert name in bench_modes.arm_names("cuda", mode)
+        assert name not in bench_modes.arm_names("cuda", Mode(residual_sharded=True))
+        assert not bench_modes.is_other(name)
 
 
 def test_algorithms_of_a_peer_share_a_column() -> None:

@@ -11,11 +11,18 @@ import pytest
 import torch
 
 import allnorm
-from allnorm.bench import arms, bounds, clock
+from allnorm.bench import arms, bounds, clock, sharded_norm
 from allnorm.bench import run as ranks_bench
 from allnorm.bench.case import Case, Outcome, make_case
 from allnorm.bench.clock import Gemm
-from allnorm.bench.modes import YARDSTICKS, Mode, Shape, arm_names, known_arms
+from allnorm.bench.modes import (
+    YARDSTICKS,
+    Mode,
+    Shape,
+    arm_names,
+    known_arms,
+    yardstick_names,
+)
 from allnorm.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -100,6 +107,52 @@ def test_every_arm_is_right_with_post_norms_and_experts(numerics: str) -> None:
     assert {"allnorm+norm", "sum+allnorm", "gloo+local"} <= {arm for _, arm in ran}
 
 
+def test_every_arm_is_right_with_float32_residuals_own_rows_and_sharded_norms() -> None:
+    modes = [
+        *(Mode(quant, float32_residual=True) for quant in ("", "per_group:128")),
+        *(Mode(quant, True, own_rows=True) for quant in ("", "per_group:64:column_major")),
+        Mode(slices=2),
+    ]
+    records = run(job(*modes, shapes=(ODD,), products=(128,)))[0]
+    for number, mode in enumerate(modes):
+        ran = [record["arm"] for record in records if record["mode"] == number]
+        assert ran == [*arm_names("cpu", mode), *yardstick_names(mode)]
+    for record in records:
+        assert record["error"] == "", (record, modes[record["mode"]])
+        one_shot = modes[record["mode"]].residual_sharded and record["arm"] == "allnorm:one_shot"
+        assert bool(record["reason"]) == one_shot, record
+
+
+@pytest.mark.parametrize("numerics", ["rounded", "transformers"])
+def test_one_wrong_bit_of_a_slice_is_found(numerics: str) -> None:
+    mode = Mode(slices=2)
+    plain = make_case(ODD, "float16", numerics, CPU, rank=1, world_size=2, seed=0)
+    case = plain.of(mode)
+    wanted = sharded_norm.expected(case, mode, 0)
+    assert [tuple(x.shape) for x in wanted] == [(5, 384)] * 2
+    assert sharded_norm.describe_error(wanted, wanted, exact=True) == ""
+    other = [x.clone() for x in wanted]
+    other[1].view(torch.int16)[4, 383] ^= 1
+    assert sharded_norm.describe_error(other, wanted, exact=False) == ""
+    error = sharded_norm.describe_error(other, wanted, exact=True)
+    assert error == "slice 1 differs from the reference"
+    other[1][4, 383] *= 1.01
+    assert sharded_norm.describe_error(other, wanted, exact=False).startswith("slice 1: 1 of 1920")
+    assert sharded_norm.describe_error(wanted[:1], wanted, exact=True)
+    assert case.xs[0].shape == (5, 768)
+    assert plain.of(mode) is case
+
+
+def test_a_float32_residual_is_one_that_16_bits_cannot_hold() -> None:
+    case = odd_case().of(Mode(float32_residual=True))
+    residual = case.batches[0].residual
+    assert residual.dtype == case.expected[0][1].dtype == torch.float32
+    assert not torch.equal(residual.bfloat16().float(), residual)
+    assert case.original is not None
+    assert case.original.expected[0][1].dtype == torch.bfloat16
+    assert case.xs[0] is case.original.xs[0]
+
+
 def test_rows_that_no_group_divides_run_without_quantization_only() -> None:
     shapes = (Shape(2, 2880),)
     records = run(job(Mode("per_group:128"), shapes=shapes, products=(0, 64)))[0]
@@ -169,10 +222,37 @@ def test_samples_in_excess_of_a_gemm() -> None:
     gemm.before(arm).call(1)
     assert not torch.equal(seen[0], before[1])
     assert torch.equal(case.xs[0], before[0])
+    copies = [x.clone() for x in case.xs]
+    gemm.before(idle("reads copies", call=lambda index: None, inputs=copies)).call(0)
+    assert not torch.equal(copies[0], before[0])
+    assert torch.equal(case.xs[0], before[0])
     gemm.restore()
     assert all(torch.equal(x, old) for x, old in zip(case.xs, before, strict=True))
     times = {gemm.alone().name: [9.0, 10.0, 30.0], arm.name: [12.0, 11.5]}
     assert gemm.subtract(times) == ({arm.name: [2.0, 1.5]}, 10.0)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_a_collective_after_a_gemm_reads_its_output(
+    sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collective works in place, on a copy: the GEMM must have written that copy."""
+
+    seen: list[torch.Tensor] = []
+
+    def see(*tensors: torch.Tensor) -> None:
+        seen.append(tensors[-1].clone())
+
+    monkeypatch.setattr(arms.dist, "all_reduce", see)
+    monkeypatch.setattr(arms, "reduce_scatter_into", see)
+    case, mode = odd_case(), Mode(residual_sharded=sharded, own_rows=sharded)
+    gemm = Gemm(case, 32)
+    arm = gemm.before(arms.make_arm(None, case, mode, "gloo+local"))  # type: ignore[arg-type]
+    gemm.alone().call(0)
+    written = case.xs[0].clone()
+    gemm.restore()
+    arm.call(0)
+    assert torch.equal(seen[0][: ODD.num_tokens], written)
 
 
 class Wrong(allnorm.Communicator):

@@ -7,7 +7,7 @@ sums are padded with zero rows before timing, and each rank owns the rows of its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -21,7 +21,7 @@ from torch import Tensor
 import allnorm
 from allnorm import reference
 from allnorm.bench.case import Case, Outcome
-from allnorm.bench.modes import PARTS, Mode
+from allnorm.bench.modes import GATHERED, PARTS, RESIDUAL16, Mode
 from allnorm.quant import Quant, is_swizzled
 from allnorm.testing import copy_all, same_bits
 
@@ -55,6 +55,11 @@ class Arm:
     in_step: bool = True
     # Describes the error in a result, for an arm that does not compute the mode's results.
     check: Callable[[Any, int], str] | None = None
+    # The case and mode whose results the arm computes, if they are not those that it was made for.
+    of: tuple[Case, Mode] | None = None
+    # The tensors that the call reads in place of the case's partial sums, for each buffer set; a
+    # GEMM before the call must write them.
+    inputs: Sequence[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Reduction:
     reset: Callable[[], object] = lambda: None
     capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
     foreign: bool = True
+    inputs: Sequence[Tensor] | None = None
 
     def then(self, call: Call, name: str = "") -> Arm:
         """Returns an arm for `call`, which runs this reduction and the work that follows it."""
@@ -75,6 +81,7 @@ class Reduction:
             reset=self.reset,
             capturing=self.capturing,
             foreign=self.foreign,
+            inputs=self.inputs,
         )
 
 
@@ -97,13 +104,17 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
     - "nccl+torch": all-reduce, PyTorch's add and RMSNorm.
     - "nccl+local": all-reduce, allnorm's local add + norm kernel.
     - suffix "+quant": then a quantization kernel; with "+local" the local kernel quantizes.
+    - "allnorm-residual16": with a residual in the dtype of x in place of a float32 one.
+    - "allnorm-gathered": with all rows in place of this rank's.
     """
     if name.startswith("allnorm16"):
         plain = replace(mode, quant="", return_normed=False)
         arm = allnorm_arm(comm, case, plain, name, "auto")
-        return (
-            arm if isinstance(arm, str) or name == "allnorm16" else then_quantize(arm, case, mode)
-        )
+        if isinstance(arm, str) or name == "allnorm16":
+            return arm if isinstance(arm, str) else replace(arm, of=(case, plain))
+        return then_quantize(arm, case, mode)
+    if name in (RESIDUAL16, GATHERED):
+        return _compared(comm, case, mode, name)
     if name in PARTS:
         return _part(comm, case, name)
     if name == "allnorm+norm":
@@ -123,18 +134,40 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
         return x
 
     reset = partial(copy_all, copies, case.xs[: len(copies)])
-    reduction = Reduction(name, all_reduce, reset=reset, foreign=False)
+    reduction = Reduction(name, all_reduce, reset, foreign=False, inputs=copies or None)
     if local:
         return then_local_norm(reduction, case, mode, name)
     residuals = [batch.residual for batch in case.batches]
-    weights, size, eps = case.unbiased_weights(), (case.shape.hidden_size,), case.shape.eps
+    rms_norm = _torch_rms_norm(case)
 
     def call(index: int) -> Any:
         summed = residuals[index] + all_reduce(index)
-        return F.rms_norm(summed, size, weights[index], eps), summed
+        return rms_norm(index, summed), summed
 
     arm = reduction.then(call)
     return then_quantize(arm, case, mode) if mode.quant else arm
+
+
+def _compared(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm | str:
+    """Returns the arm of the call that the mode's call is compared with."""
+    if name == GATHERED:
+        other = replace(mode, own_rows=False)
+    else:
+        assert case.original is not None
+        case, other = case.original, replace(mode, float32_residual=False)
+    arm = allnorm_arm(comm, case, other, name, "auto")
+    return arm if isinstance(arm, str) else replace(arm, of=(case, other))
+
+
+def _torch_rms_norm(case: Case) -> Callable[[int, Tensor], Tensor]:
+    """Returns PyTorch's RMSNorm of a new residual, with the weight of a buffer set."""
+    weights, size, eps = case.unbiased_weights(), (case.shape.hidden_size,), case.shape.eps
+    weights = [w.to(b.residual.dtype) for w, b in zip(weights, case.batches, strict=True)]
+
+    def rms_norm(index: int, summed: Tensor) -> Tensor:
+        return F.rms_norm(summed, size, weights[index], eps).to(case.dtype)
+
+    return rms_norm
 
 
 def yardstick(name: str, case: Case, mode: Mode) -> Arm:
@@ -145,7 +178,7 @@ def yardstick(name: str, case: Case, mode: Mode) -> Arm:
     """
     if name == "empty":
         launch = torch.cuda._sleep if case.device.type == "cuda" else (lambda cycles: None)
-        return Arm(name, lambda index: launch(0), _no_outcome, in_step=False, check=_not_checked)
+        return Arm(name, lambda index: launch(0), no_outcome, in_step=False, check=_not_checked)
     options, rest, function = case.options(mode), case.rest(), _local(mode)
     spec = case.spec(mode.quant)
     plain = case.options(replace(mode, quant=""))
@@ -176,7 +209,8 @@ def _local(mode: Mode) -> Callable[..., Any]:
     return allnorm.add_rms_norm_quant if mode.quant else allnorm.add_rms_norm
 
 
-def _no_outcome(result: Any) -> Outcome:
+def no_outcome(result: Any) -> Outcome:
+    """Rejects a result that the arm's own check must judge."""
     raise AssertionError("an arm without a result must not be compared")
 
 
@@ -198,6 +232,8 @@ def allnorm_arm(
             sharded,
             return_normed=mode.return_normed,
             algorithm=algorithm,
+            residual_dtype=case.batches[0].residual.dtype,
+            gather=not mode.own_rows,
         )
     except allnorm.UnsupportedError as error:
         return str(error)
@@ -207,11 +243,16 @@ def allnorm_arm(
     rest, method = case.rest(slice(*rows) if rows else slice(None)), _fused(comm, mode)
     arguments = [(x, *others) for x, others in zip(case.xs, rest, strict=True)]
     options = case.options(mode) | {"algorithm": algorithm, "residual_sharded": sharded}
+    gather = not mode.own_rows
+    options |= {} if gather else {"gather": False}
 
     def call(index: int) -> Any:
         return method(*arguments[index], **options)
 
-    return Arm(name, call, lambda result: replace(outcome_of(result), rows=rows), exact=True)
+    def outcome(result: Any) -> Outcome:
+        return replace(outcome_of(result), rows=rows, gathered=gather)
+
+    return Arm(name, call, outcome, exact=True)
 
 
 def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
@@ -224,7 +265,7 @@ def _part(comm: allnorm.Communicator, case: Case, name: str) -> Arm | str:
         comm._endpoint.parts(x, *rest, **options)[part]
         for x, rest in zip(case.xs, case.rest(), strict=True)
     ]
-    return Arm(name, lambda index: calls[index](), _no_outcome, check=_not_checked)
+    return Arm(name, lambda index: calls[index](), no_outcome, check=_not_checked)
 
 
 def _norm_twice(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm:
@@ -370,20 +411,19 @@ def _sharded(case: Case, mode: Mode, name: str, local: bool) -> Arm | str:
         reduce_scatter_into(summed, padded[index])
         residual, normed, *quantized = norm(index, summed)
         parts = [*quantized[: 1 if static else 2], *([] if normed is None else [normed])]
-        return residual, _gather(parts)
+        return residual, parts if mode.own_rows else _gather(parts)
 
     def outcome(result: Any) -> Outcome:
-        residual, parts = (
-            result[0][: hi - lo],
-            [part[: case.shape.num_tokens] for part in result[1]],
-        )
+        count = hi - lo if mode.own_rows else case.shape.num_tokens
+        residual, parts = result[0][: hi - lo], [part[:count] for part in result[1]]
+        place: dict[str, Any] = {"rows": (lo, hi), "gathered": not mode.own_rows}
         if spec is None:
-            return Outcome(residual, parts[0], rows=(lo, hi))
+            return Outcome(residual, parts[0], **place)
         quantized, *rest = parts
         scale = spec.scale if isinstance(spec, allnorm.Fp8PerTensor) else rest.pop(0)
-        return Outcome(residual, rest[0] if rest else None, quantized, scale, rows=(lo, hi))
+        return Outcome(residual, rest[0] if rest else None, quantized, scale, **place)
 
-    return Arm(name, call, outcome)
+    return Arm(name, call, outcome, inputs=[x[: case.shape.num_tokens] for x in padded])
 
 
 def _local_norm(
@@ -404,12 +444,12 @@ def _local_norm(
 def _torch_norm(
     case: Case, residuals: list[Tensor], spec: Quant | None, mode: Mode
 ) -> Callable[..., Any]:
-    weights, eps, size = case.unbiased_weights(), case.shape.eps, (case.shape.hidden_size,)
+    rms_norm = _torch_rms_norm(case)
     quantize = quantizer(spec, case.shape.hidden_size, case.device) if spec else None
 
     def norm(index: int, x: Tensor) -> Any:
         residual = residuals[index] + x
-        normed = F.rms_norm(residual, size, weights[index], eps)
+        normed = rms_norm(index, residual)
         if quantize is None:
             return residual, normed
         return residual, normed if mode.return_normed else None, *quantize(normed)

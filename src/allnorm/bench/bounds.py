@@ -34,15 +34,18 @@ def describe_error(got: Outcome, case: Case, index: int, quant: str) -> str:
     expected = case.expected[index]
     limits = bounds(case, index)
     rows = slice(*got.rows) if got.rows else slice(None)
-    error = _compare("residual_out", got.residual, expected[1][rows], limits[1][rows])
+    error = compare("residual_out", got.residual, expected[1][rows], limits[1][rows])
+    normed, limit = (
+        part[slice(None) if got.gathered else rows] for part in (expected[0], limits[0])
+    )
     if not error and got.normed is not None:
-        error = _compare("normed", got.normed, expected[0], limits[0])
+        error = compare("normed", got.normed, normed, limit)
     spec = case.spec(quant)
     if error or spec is None:
         return error
     if got.quantized is None or got.scale is None:
         return "the quantized rows or their scales are missing"
-    return describe_quantized(got.quantized, got.scale, expected[0], limits[0], spec)
+    return describe_quantized(got.quantized, got.scale, normed, limit, spec)
 
 
 def describe_quantized(
@@ -74,7 +77,7 @@ def describe_quantized(
     near = limit + _half_unit(magnitude, is_fp4) * units
     # If a given scale is too small for a value, both the library and the reference clamp it.
     wanted = wanted.clamp(-largest_element * units, largest_element * units)
-    return _compare("dequantized", elements * units, wanted, _SECOND_ORDER * near)
+    return compare("dequantized", elements * units, wanted, _SECOND_ORDER * near)
 
 
 def _decode(quantized: Tensor) -> Tensor:
@@ -180,7 +183,8 @@ def _half_unit(magnitude: Tensor, is_fp4: bool) -> Tensor:
     return torch.ldexp(torch.ones_like(magnitude), exponent.clamp(min=-6) - 4)
 
 
-def _compare(name: str, got: Tensor, wanted: Tensor, limit: Tensor) -> str:
+def compare(name: str, got: Tensor, wanted: Tensor, limit: Tensor) -> str:
+    """Describes the elements whose error exceeds the limit; "" if none does."""
     error = (got.float() - wanted.float()).abs()
     outside = ~(error <= limit)  # also where the error is NaN
     if not bool(outside.any()):

@@ -26,8 +26,9 @@ class Outcome:
     normed: Tensor | None = None  # [num_tokens, hidden_size], in the dtype of the input
     quantized: Tensor | None = None  # float8_e4m3fn, in the shape of `normed`
     scale: Tensor | None = None  # scales in the layout of the spec
-    # The row range that `residual` covers; None: all rows.
+    # The row range that `residual` covers, and if not `gathered` all other parts; None: all rows.
     rows: tuple[int, int] | None = None
+    gathered: bool = True  # whether the other parts cover all rows
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,22 @@ class Case:
     # All ranks' expert sums, which replace the partial sums, for each buffer set; () for none.
     experts: tuple[tuple[allnorm.ExpertSum, ...], ...] = ()
     islands: Any = None  # the islands, in the form that `allnorm.reference` takes
-    _changed: dict[tuple[bool, int], Case] = field(default_factory=dict)
+    seed: int = 0  # seed of the inputs
+    original: Case | None = None  # the case whose residuals were changed to float32
+    _changed: dict[tuple[Any, ...], Case] = field(default_factory=dict)
     _specs: dict[str, Quant | None] = field(default_factory=dict)
     _quantized: dict[str, tuple[tuple[Tensor, Tensor], ...]] = field(default_factory=dict)
 
     def of(self, mode: Mode) -> Case:
-        """Returns the case with the mode's post norm or experts."""
-        key = mode.post_norm, mode.experts
-        if mode.is_plain:
+        """Returns the case with the mode's post norm, experts, float32 residual or slices.
+
+        The inputs of a sharded norm are slices of one tensor, as a GEMM for q and k writes them.
+        """
+        key = mode.post_norm, mode.experts, mode.float32_residual, mode.slices
+        if not any(key):
             return self
         if key not in self._changed:
-            self._changed[key] = _change(self, *key)
+            self._changed[key] = _change(self, mode)
         return self._changed[key]
 
     @functools.cached_property
@@ -67,7 +73,7 @@ class Case:
 
     def checksums(self) -> list[int]:
         """Returns checksums of the inputs, to detect an arm that overwrites them."""
-        words = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
+        words = torch.int16
         given = [x.rows if isinstance(x, allnorm.ExpertSum) else x for x in self.xs]
         read = [*given, *(part for b in self.batches for part in (b.residual, b.weight))]
         return [int(tensor.view(words).sum(dtype=torch.int64)) for tensor in read]
@@ -81,12 +87,18 @@ class Case:
     def quantized(self, quant: str) -> tuple[tuple[Tensor, Tensor], ...]:
         """Returns the reference's quantized rows and scales, per buffer set."""
         if quant not in self._quantized:
-            spec = self.spec(quant)
-            assert spec is not None
             self._quantized[quant] = tuple(
-                reference.quantize(normed, spec) for normed, _ in self.expected
+                self.quantized_rows(quant, index, None) for index in range(len(self.expected))
             )
         return self._quantized[quant]
+
+    def quantized_rows(
+        self, quant: str, index: int, rows: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the reference's quantized rows of a range and their scales; None: all rows."""
+        spec, normed = self.spec(quant), self.expected[index][0]
+        assert spec is not None
+        return reference.quantize(normed[slice(*rows)] if rows else normed, spec)
 
     def options(self, mode: Mode) -> dict[str, Any]:
         """Returns the keyword arguments of allnorm's calls, including quantization options."""
@@ -118,10 +130,17 @@ class Case:
         return ""
 
 
-def _change(case: Case, post_norm: bool, experts: int) -> Case:
-    """Returns a case with the same inputs, plus a post norm or experts."""
-    shape, norm = case.shape, None
-    if post_norm:
+def _change(case: Case, mode: Mode) -> Case:
+    """Returns a case with the same inputs, changed as the mode needs them."""
+    if mode.slices:
+        return _of_slices(case, mode.slices)
+    if mode.float32_residual:
+        plain = case.of(replace(mode, float32_residual=False))
+        return _with_expected(
+            replace(plain, batches=tuple(map(_float32_residual, plain.batches)), original=plain)
+        )
+    shape, norm, experts = case.shape, None, mode.experts
+    if mode.post_norm:
         weight = case.batches[0].weight.flip(0).contiguous()
         norm = allnorm.PostNorm(weight, shape.eps, shape.weight_bias)
     sums = tuple(
@@ -129,6 +148,25 @@ def _change(case: Case, post_norm: bool, experts: int) -> Case:
         for number, batch in enumerate(case.batches if experts else ())
     )
     return _with_expected(replace(case, post_norm=norm, experts=sums))
+
+
+def _float32_residual(batch: Batch) -> Batch:
+    """Returns the batch with a float32 residual that no 16-bit number equals."""
+    residual = batch.residual.float()
+    return replace(batch, residual=residual + residual.roll(1, -1) / 1024)
+
+
+def _of_slices(case: Case, count: int) -> Case:
+    """Returns a case of `rms_norm_sharded`; its partial sums hold the slices side by side.
+
+    Arms check their results themselves, so that there are no expected ones.
+    """
+    shape, size = case.shape, count * case.shape.hidden_size
+    place = (shape.num_tokens, size, case.dtype, case.device, case.world_size)
+    batches = tuple(
+        make_batch(*place, case.seed * NUM_SETS + i, shape.weight_bias) for i in range(NUM_SETS)
+    )
+    return replace(case, batches=batches, expected=(), _changed={}, _specs={}, _quantized={})
 
 
 def _with_expected(case: Case) -> Case:
@@ -174,4 +212,4 @@ def make_case(
         make_batch(*size, seed * NUM_SETS + i, shape.weight_bias) for i in range(NUM_SETS)
     )
     place = (rank, world_size, DTYPES[dtype], device)
-    return _with_expected(Case(shape, *place, numerics, batches, (), islands=islands))
+    return _with_expected(Case(shape, *place, numerics, batches, (), islands=islands, seed=seed))

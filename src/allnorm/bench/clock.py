@@ -160,7 +160,8 @@ def over_all_ranks(samples: Samples, arms: Iterable[Arm]) -> Samples:
 class Gemm:
     """A linear layer (GEMM) with `columns` input features that runs before every call.
 
-    It overwrites a case's partial sums, or the shared expert's rows, until `restore` is called. Its
+    It overwrites a case's partial sums, or the shared expert's rows, until `restore` is called; for
+    an arm that reads copies of the partial sums (`Arm.inputs`) it writes the copies instead. Its
     weights have the layout of a linear layer, [hidden_size, columns], because the GEMM library runs
     different kernels for the transpose. It evicts most of the call's other inputs from the caches,
     and the call's launch does not overlap the previous call. Two layers alternate, so that even the
@@ -172,26 +173,27 @@ class Gemm:
         self._kept = [x.clone() for x in self._xs]
         options: dict[str, Any] = {"dtype": case.dtype, "device": case.device}
         self._left = torch.randn(case.shape.num_tokens, columns, **options) / columns
-        self._weights = [
-            torch.randn(case.shape.hidden_size, columns, **options) for _ in range(NUM_SETS)
-        ]
+        hidden_size = self._xs[0].shape[1]
+        self._weights = [torch.randn(hidden_size, columns, **options) for _ in range(NUM_SETS)]
         # The GEMM library allocates memory at its first call, which a CUDA graph cannot capture.
         for index in range(NUM_SETS):
-            self._multiply(index)
+            self._multiply(self._xs, index)
         self.restore()
 
     def before(self, arm: Arm) -> Arm:
-        """Returns the arm with a GEMM before each call."""
+        """Returns the arm with a GEMM before each call, which writes what the call reads."""
+        written = self._xs if arm.inputs is None else arm.inputs
 
         def call(index: int) -> Any:
-            self._multiply(index)
+            self._multiply(written, index)
             return arm.call(index)
 
         return replace(arm, call=call)
 
     def alone(self) -> Arm:
         """Returns an arm that runs only the GEMM."""
-        return Arm(_ALONE, self._multiply, lambda result: result, in_step=False)
+        multiply = partial(self._multiply, self._xs)
+        return Arm(_ALONE, multiply, lambda result: result, in_step=False)
 
     @staticmethod
     def subtract(samples: Samples) -> tuple[Samples, float]:
@@ -208,5 +210,5 @@ class Gemm:
         """Restores the values of the partial sums."""
         copy_all(self._xs, self._kept)
 
-    def _multiply(self, index: int) -> None:
-        torch.mm(self._left, self._weights[index].t(), out=self._xs[index])
+    def _multiply(self, written: Sequence[torch.Tensor], index: int) -> None:
+        torch.mm(self._left, self._weights[index].t(), out=written[index])

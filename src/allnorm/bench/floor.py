@@ -5,6 +5,9 @@ Every rank must send its partial sums for other ranks' rows, and the rows that i
     replicated residual   (N-1)/N * T * H * (e + e)     partial sums, then sums
     sharded residual      (N-1)/N * T * H * (e + r)     partial sums, then results
 
+    only this rank's rows     (N-1)/N * T * H * e           partial sums
+    sharded norm              (N-1)/N * T * 2 * 4 * S       sums of squares of S tensors, twice
+
 Here N is the number of ranks, T the number of tokens, H the hidden size, e the size of an input
 element, and r the size of a result element including its share of the scales. With a replicated
 residual, sums are sent unquantized even if the results are quantized, because every rank needs them
@@ -32,12 +35,14 @@ def wire_bytes(
     world_size: int, num_tokens: int, hidden_size: int, element_bytes: int, mode: Mode
 ) -> float:
     """Returns the bytes that a rank must send per call, on average over the ranks."""
+    if mode.slices:
+        return (world_size - 1) / world_size * num_tokens * 2 * 4 * mode.slices
     gathered = hidden_size * element_bytes
     spec = quant_of(mode.quant)
     if mode.residual_sharded and spec:
         gathered = hidden_size + _scale_bytes(spec, hidden_size)
         gathered += hidden_size * element_bytes if mode.return_normed else 0
-    row = hidden_size * element_bytes + gathered
+    row = hidden_size * element_bytes + (0 if mode.own_rows else gathered)
     return (world_size - 1) / world_size * num_tokens * row
 
 

@@ -248,22 +248,23 @@ def _time_chain(comm: allnorm.Communicator, chain: Chain, job: Job) -> ChainTime
     size = (chain.num_tokens, model.hidden_size, chain.layers.dtype)
     is_default = comm.prefetch_bytes(*size) > 0
     comm._use_tables(forced(tables, chain.num_tokens))
-    trial = _Trial(chain)
-    samples = trial.time(job)
-    errors = {name: agree(chain.error(sites)) for name, sites in trial.sites.items()}
-    off, on = (trial.sites[name][-1] for name in ARMS)
-    if not errors["prefetch:on"]:
-        same = all(map(same_bits, off, on))
-        errors["prefetch:on"] = agree("" if same else "the chain's result differs without it")
-    found = ChainTimes(
-        *(model.name, model.hidden_size, chain.num_tokens, job.layers),
-        comm.prefetch_bytes(*size),
-        is_default,
-        {name: _slowest(times) for name, times in samples.items()},
-        errors,
-    )
-    comm._use_tables(tables)
-    return found
+    try:
+        trial = _Trial(chain)
+        samples = trial.time(job)
+        errors = {name: agree(chain.error(sites)) for name, sites in trial.sites.items()}
+        off, on = (trial.sites[name][-1] for name in ARMS)
+        if not errors["prefetch:on"]:
+            same = all(map(same_bits, off, on))
+            errors["prefetch:on"] = agree("" if same else "the chain's result differs without it")
+        return ChainTimes(
+            *(model.name, model.hidden_size, chain.num_tokens, job.layers),
+            comm.prefetch_bytes(*size),
+            is_default,
+            {name: _slowest(times) for name, times in samples.items()},
+            errors,
+        )
+    finally:
+        comm._use_tables(tables)
 
 
 def forced(tables: tuple[policy.Table, ...], num_tokens: int) -> tuple[policy.Table, ...]:

@@ -34,18 +34,26 @@ class Mode:
     return_normed: bool = False  # a quantized call returns the normed rows too
     post_norm: bool = False  # the reduced sum is also normed before the residual add
     experts: int = 0  # experts per token whose rows x sums, besides a shared one; 0: plain x
+    float32_residual: bool = False  # the residual is float32, x is not
+    own_rows: bool = False  # gather=False: every result has only this rank's rows
+    # Tensors [num_tokens, hidden_size] per rank of a call of `rms_norm_sharded`, which takes the
+    # place of the call; 0: none.
+    slices: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether the residual is added directly to the reduced sum of plain inputs."""
-        return not self.post_norm and not self.experts
+        return not self.post_norm and not self.experts and not self.slices
 
     def __str__(self) -> str:
         parts = [self.quant] if self.quant else []
         parts += ["with normed"] if self.quant and self.return_normed else []
         parts += ["sharded residual"] if self.residual_sharded else []
+        parts += ["own rows"] if self.own_rows else []
+        parts += ["float32 residual"] if self.float32_residual else []
         parts += ["post norm"] if self.post_norm else []
         parts += [f"{self.experts} experts"] if self.experts else []
+        parts += [f"sharded norm of {self.slices}"] if self.slices else []
         return ", ".join(parts)
 
 
@@ -55,26 +63,35 @@ def modes(
     return_normed: bool = False,
     post_norm: bool = False,
     experts: int = 0,
+    float32_residual: bool = False,
+    own_rows: bool = False,
+    slices: int = 0,
 ) -> list[Mode]:
     """Returns all combinations of results and residuals; "none" means no quantization.
 
-    `post_norm` adds a variant of each mode with a post norm, `experts` one with that many experts.
+    `post_norm` adds a variant of each mode with a post norm, `experts` one with that many experts,
+    `float32_residual` one with such a residual. `own_rows` adds one of each kind of results, with a
+    sharded residual. `slices` adds a mode in which `rms_norm_sharded` norms that many tensors.
 
     Raises:
         ValueError: a word is not a quantization spec, or allnorm rejects it.
     """
     specs = list(dict.fromkeys(map(quant_name, quants))) or [""]
-    before = [
-        (False, 0),
-        *([(True, 0)] if post_norm else []),
-        *([(False, experts)] if experts else []),
+    changes: list[dict[str, Any]] = [
+        {},
+        *([{"post_norm": True}] if post_norm else []),
+        *([{"experts": experts}] if experts else []),
+        *([{"float32_residual": True}] if float32_residual else []),
     ]
-    return [
-        Mode(spec, residual == "sharded", bool(spec) and return_normed, *change)
+    found = [
+        Mode(spec, residual == "sharded", bool(spec) and return_normed, **change)
         for residual in residuals
         for spec in specs
-        for change in before
+        for change in changes
     ]
+    if own_rows:
+        found += [Mode(spec, True, bool(spec) and return_normed, own_rows=True) for spec in specs]
+    return [*found, *([Mode(slices=slices)] if slices else [])]
 
 
 def quant_name(text: str) -> str:
@@ -136,6 +153,12 @@ def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
 # The steps of a hierarchical call: launch A, the exchange between islands, launch B.
 PARTS = ("islands:sums", "islands:exchange", "islands:rest")
 
+RESIDUAL16 = "allnorm-residual16"
+"""The call with a residual in the dtype of x, in place of a float32 one."""
+
+GATHERED = "allnorm-gathered"
+"""The call that returns all rows, in place of this rank's."""
+
 
 def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
     """Returns the arms that need no other library, in table order.
@@ -144,10 +167,15 @@ def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
     and additional arms for the steps of "hierarchical".
     """
     library = "nccl" if device == "cuda" else "gloo"
+    if mode.slices:
+        fused = ["allnorm", "allnorm:one_shot", "allnorm:unfused"]
+        return [*(fused if not island_size else fused[:1]), f"{library}+torch"]
     fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
     if island_size:
         fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in BETWEEN_ISLANDS)]
         fused += PARTS if mode.is_plain and not mode.residual_sharded and island_size > 1 else ()
+    fused += [RESIDUAL16] if mode.float32_residual else []
+    fused += [GATHERED] if mode.own_rows else []
     if not mode.is_plain:
         if mode.residual_sharded:
             return fused
@@ -162,9 +190,16 @@ def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
 def peer_names(device: str, mode: Mode) -> list[str]:
     """Returns the names of the peer libraries that support a mode.
 
-    Peers run only on GPUs, and support neither sharded residuals, post norms nor experts.
+    Peers run only on GPUs, and support neither sharded nor float32 residuals, post norms, experts
+    nor sharded norms.
     """
-    return list(PEERS) if device == "cuda" and mode.is_plain and not mode.residual_sharded else []
+    supported = mode.is_plain and not mode.residual_sharded and not mode.float32_residual
+    return list(PEERS) if device == "cuda" and supported else []
+
+
+def yardstick_names(mode: Mode) -> tuple[str, ...]:
+    """Returns the additional arms after a GEMM; of a sharded norm, there is no local one."""
+    return YARDSTICKS[:1] if mode.slices else YARDSTICKS
 
 
 def known_arms(device: str, wanted: Sequence[Mode], island_size: int = 0) -> tuple[str, ...]:
@@ -174,9 +209,18 @@ def known_arms(device: str, wanted: Sequence[Mode], island_size: int = 0) -> tup
 
 
 def with_compared(arms: Sequence[str], wanted: Sequence[Mode]) -> tuple[str, ...]:
-    """Returns the arms, plus the 16-bit call that a quantized call is compared with."""
-    quantized = any(mode.quant for mode in wanted) and "allnorm" in arms
-    return tuple(dict.fromkeys([*arms, *(["allnorm16"] if quantized else [])]))
+    """Returns the arms, plus the calls that a mode's call is compared with.
+
+    A quantized call is compared with the 16-bit call, one with a float32 residual with a 16-bit
+    one, and one that returns this rank's rows with the call that returns all of them.
+    """
+    compared = {
+        "allnorm16": any(mode.quant for mode in wanted),
+        RESIDUAL16: any(mode.float32_residual for mode in wanted),
+        GATHERED: any(mode.own_rows for mode in wanted),
+    }
+    more = [name for name, needed in compared.items() if needed and "allnorm" in arms]
+    return tuple(dict.fromkeys([*arms, *more]))
 
 
 def is_other(arm: str) -> bool:

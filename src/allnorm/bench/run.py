@@ -13,11 +13,11 @@ import torch
 
 import allnorm
 from allnorm import islands
-from allnorm.bench import arms, bounds, clock, modes, peers
+from allnorm.bench import arms, bounds, clock, modes, peers, sharded_norm
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
 from allnorm.bench.clock import Gemm
-from allnorm.bench.modes import YARDSTICKS, Mode, Shape
+from allnorm.bench.modes import Mode, Shape
 from allnorm.testing import DTYPES, RankFailedError, agree, all_or_none, report, same_bits
 from allnorm.testing.rank import device
 from allnorm.testing.timing import percentile, percentiles
@@ -147,14 +147,16 @@ def _trials(
     for name in modes.arm_names(job.device, mode, job.island_size):
         if name in job.arms:
             blocked = obstacle if name != "allnorm16" else ""
-            found.append((name, blocked or arms.make_arm(comm, case, mode, name)))
+            make = sharded_norm.make_arm if mode.slices else arms.make_arm
+            found.append((name, blocked or make(comm, case, mode, name)))
     for name in modes.peer_names(job.device, mode):
         if name in job.arms:
             of_peer = obstacle or others.arms(name, case, mode)
             several = [of_peer] if isinstance(of_peer, str) else of_peer
             found += [(name, arm) for arm in several]
     if yardsticks:
-        found += [(name, arms.yardstick(name, case, _runnable(case, mode))) for name in YARDSTICKS]
+        wanted = modes.yardstick_names(mode)
+        found += [(name, arms.yardstick(name, case, _runnable(case, mode))) for name in wanted]
     return [
         _Trial(name, reason=arm) if isinstance(arm, str) else _Trial(arm.name, arm)
         for name, arm in found
@@ -182,15 +184,19 @@ def describe_error(arm: Arm, result: Any, case: Case, index: int, mode: Mode) ->
     """Describes the error in one call's result; "" if there is none."""
     if arm.check is not None:
         return arm.check(result, index)
-    got, quant = arm.outcome(result), "" if arm.name == "allnorm16" else mode.quant
+    case, mode = arm.of or (case, mode)
+    got, quant = arm.outcome(result), mode.quant
     if not arm.exact:
         return bounds.describe_error(got, case, index, quant)
     normed, residual = case.expected[index]
-    expected = {"residual": residual[slice(*got.rows)] if got.rows else residual}
+    own, rows = slice(*got.rows) if got.rows else slice(None), None if got.gathered else got.rows
+    expected = {"residual": residual[own]}
     if not quant or mode.return_normed:
-        expected["normed"] = normed
+        expected["normed"] = normed if rows is None else normed[own]
     if quant:
-        expected["quantized"], expected["scale"] = case.quantized(quant)[index]
+        whole = rows is None
+        parts = case.quantized(quant)[index] if whole else case.quantized_rows(quant, index, rows)
+        expected["quantized"], expected["scale"] = parts
     for name, wanted in expected.items():
         part = getattr(got, name)
         if part is None:

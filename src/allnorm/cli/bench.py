@@ -82,6 +82,31 @@ def bench(
             max=names.TOP_K[-1],
         ),
     ] = 0,
+    float32_residual: Annotated[
+        bool,
+        work_option(
+            "Also time calls with a float32 residual and 16-bit inputs, and for comparison the "
+            "same calls with a 16-bit residual.",
+            "--float32-residual",
+        ),
+    ] = False,
+    own_rows: Annotated[
+        bool,
+        work_option(
+            "Also time calls with a sharded residual that return only this rank's rows "
+            "(gather=False), and for comparison the calls that return all rows.",
+            "--own-rows",
+        ),
+    ] = False,
+    sharded_norm: Annotated[
+        int,
+        work_option(
+            "Also time rms_norm_sharded of this many tensors with each rank's shape, num_tokens x "
+            "hidden_size, such as q and k; 0: none.",
+            min=0,
+            max=4,
+        ),
+    ] = 0,
     layers: Annotated[
         str,
         work_option(
@@ -151,6 +176,9 @@ def bench(
             "--product": product,
             "--post-norm": post_norm,
             "--experts": experts,
+            "--float32-residual": float32_residual,
+            "--own-rows": own_rows,
+            "--sharded-norm": sharded_norm,
             "--residual": residual_sharded or residual != "replicated",
             "--plot": plot,
             "--html": html,
@@ -160,7 +188,13 @@ def bench(
         _time_layers(layers, tokens, tp, dtype, numerics, max_blocks, where, given, json)
         return
     residuals = "sharded" if residual_sharded else residual
-    modes = options.modes(quant, residuals, return_normed, post_norm, experts)
+    if float32_residual and dtype == "float32":
+        text = "with --dtype float32 every residual is float32: expected a 16-bit dtype"
+        raise typer.BadParameter(text, param_hint="--float32-residual")
+    modes = options.modes(
+        *(quant, residuals, return_normed, post_norm, experts),
+        *(float32_residual, own_rows, sharded_norm),
+    )
     known = bench_modes.known_arms(where, modes, island_size)
     chosen = options.choices(arms, "--arms", known) if arms else known
     job = Job(
@@ -317,7 +351,19 @@ def _explanation(job: Job) -> str:
             "expert's row. sum+allnorm: a Triton kernel (on CPU: PyTorch) sums them, then the "
             "call runs; nccl+local sums them in the same way."
         )
-    if any(mode.residual_sharded for mode in job.modes):
+    if any(mode.float32_residual for mode in job.modes):
+        text += " Float32 residual: allnorm-residual16 is the same call with a 16-bit residual."
+    if any(mode.slices for mode in job.modes):
+        text += (
+            " Sharded norm: rms_norm_sharded of a rank's slices, such as q and k, side by side in "
+            "one tensor. +torch: sums of squares, their all-reduce, and norms in PyTorch."
+        )
+    if any(mode.own_rows for mode in job.modes):
+        text += (
+            " Own rows: each rank gets only its rows (gather=False); allnorm-gathered is the same "
+            "call with all rows, and the other implementations do not all-gather."
+        )
+    if any(mode.residual_sharded and not mode.own_rows for mode in job.modes):
         text += " Sharded residual: the other implementations reduce-scatter, then all-gather."
     if job.max_blocks:
         text += f" allnorm's calls use at most {job.max_blocks} thread blocks."

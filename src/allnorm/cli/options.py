@@ -110,11 +110,17 @@ def modes(
     return_normed: bool = False,
     post_norm: bool = False,
     experts: int = 0,
+    float32_residual: bool = False,
+    own_rows: bool = False,
+    slices: int = 0,
 ) -> list[Mode]:
     """Returns the modes that the lists `quant` and `residual` and the other options select."""
     residuals = choices(residual, "--residual", bench_modes.RESIDUALS)
     with of("--quant"):
-        return bench_modes.modes(words(quant), residuals, return_normed, post_norm, experts)
+        return bench_modes.modes(
+            *(words(quant), residuals, return_normed, post_norm, experts),
+            *(float32_residual, own_rows, slices),
+        )
 
 
 def shapes(text: str, least: int = 0) -> list[Shape]:

@@ -113,7 +113,11 @@ class Peers:
         copy = replace(case, batches=batches)
         self._kept.append(copy.xs)
         return [
-            replace(reduction, capturing=partial(_zeroed, copy.xs, reduction.capturing))
+            replace(
+                reduction,
+                capturing=partial(_zeroed, copy.xs, reduction.capturing),
+                inputs=copy.xs,
+            )
             for reduction in peer.reductions(copy)
         ]
 

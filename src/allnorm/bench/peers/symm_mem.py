@@ -13,8 +13,8 @@ from allnorm.testing import copy_all
 class SymmMem(Peer):
     """Arms of `one_shot_all_reduce` and `two_shot_all_reduce_`, each followed by a local norm.
 
-    The partial sums are already in symmetric memory, as if the previous GEMM had written them
-    there. No copy is timed.
+    The partial sums are in symmetric memory, where the GEMM before a call writes them. No copy is
+    timed.
     """
 
     name = "symm_mem"
@@ -63,8 +63,8 @@ class SymmMem(Peer):
             return two_shot(inputs[index], "sum", group_name)
 
         return [
-            Reduction(f"{self.name}:one_shot", by_one_shot, reset),
-            Reduction(f"{self.name}:two_shot", by_two_shot, reset),
+            Reduction(f"{self.name}:one_shot", by_one_shot, reset, inputs=inputs),
+            Reduction(f"{self.name}:two_shot", by_two_shot, reset, inputs=inputs),
         ]
 
     def close(self) -> None:
