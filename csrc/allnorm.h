@@ -16,9 +16,10 @@ extern "C" {
 #define ALLNORM_API __attribute__((visibility("default")))
 // Incremented with every incompatible change to this file. Python rejects a library with a
 // different number.
-#define ALLNORM_ABI_VERSION 9
+#define ALLNORM_ABI_VERSION 10
 #define ALLNORM_MAX_WORLD_SIZE 64
 #define ALLNORM_MAX_SLICES 4
+#define ALLNORM_MAX_STREAMS 8
 
 typedef enum AllnormStatus {
   ALLNORM_OK = 0,
@@ -57,6 +58,9 @@ typedef enum AllnormOp {
   // tensors share one exchange, of the sums of squares. ONE_SHOT only. Uses `slices` in place of x,
   // weight and out.
   ALLNORM_RMS_NORM_SHARDED = 4,
+  // residual_out = the reduced sum, weighted by `post`, plus the streams of the residual, mixed by
+  // `mix`: "Hyper-connections" in docs/numerics.md. Without weight and out.
+  ALLNORM_HYPER_CONNECTION = 5,
 } AllnormOp;
 
 // Quantization of the normed row in ALLNORM_ADD_RMS_NORM: to float8_e4m3fn, or to e2m1 (NVFP4).
@@ -114,12 +118,15 @@ typedef struct AllnormCall {
   // the rows to gather. With top_k: [num_rows, hidden_size], rows of experts. ISLAND_SUMS: float32
   // [num_sources, rows, hidden_size] of this rank's row_shard().
   const void* x;
-  const void* residual;  // [num_tokens, hidden_size], or this rank's row_shard(), or NULL
-  const void* weight;    // [hidden_size]; NULL unless ADD_RMS_NORM, and with ALLNORM_NO_NORM
+  // [num_tokens, hidden_size], or this rank's row_shard(), or NULL. HYPER_CONNECTION: [num_tokens,
+  // num_streams, hidden_size].
+  const void* residual;
+  const void* weight;  // [hidden_size]; NULL unless ADD_RMS_NORM, and with ALLNORM_NO_NORM
   // [num_tokens, hidden_size]. May be x, unless top_k. NULL with ALLNORM_NO_NORM, and with quant if
   // the normed row is not needed. SUM_ROWS: float32, this rank's row_shard(); never x.
   void* out;
-  void* residual_out;  // like residual; may be residual; NULL unless ADD_RMS_NORM
+  // Like residual; may be residual. NULL unless ADD_RMS_NORM or HYPER_CONNECTION.
+  void* residual_out;
   int64_t x_stride;
   int64_t residual_stride;
   int64_t out_stride;
@@ -196,6 +203,17 @@ typedef struct AllnormCall {
   // input: the sums of num_sources ranks, source_stride elements apart, which are added in order.
   // NULL: the rows are whole, and num_sources is 1.
   void* square_sums;
+
+  // HYPER_CONNECTION only. Rows of one token's coefficients are contiguous.
+  const float* post;  // [num_tokens, num_streams]: factors of the reduced sum
+  const float* mix;   // [num_tokens, num_streams, num_streams]: element (t, i, j) is the factor of
+                      // residual stream j in new stream i
+  int64_t post_stride;  // elements between tokens
+  int64_t mix_stride;
+  int64_t stream_stride;      // elements between the streams of a token in residual
+  int64_t stream_out_stride;  // and in residual_out
+  int32_t num_streams;        // 2 to ALLNORM_MAX_STREAMS
+  int32_t streams_padding;    // 0
 } AllnormCall;
 
 typedef enum AllnormCallFlags {
@@ -218,8 +236,8 @@ typedef enum AllnormCallFlags {
   // With ALL_GATHER_ROWS: the rows describe calls that do not use this library's exchange. Their
   // CallTag differs from every other call's tag, so that no rank mistakes them for a caller's rows.
   ALLNORM_ANNOUNCEMENT = 64,
-  // residual and residual_out are float32, and their sum is not rounded. With ADD_RMS_NORM and a
-  // 16-bit dtype.
+  // residual and residual_out are float32, and their sum is not rounded. With ADD_RMS_NORM or
+  // HYPER_CONNECTION, and a 16-bit dtype.
   ALLNORM_FLOAT32_RESIDUAL = 128,
   // Results contain only this rank's rows, like residual_out, and no finished row is sent to a
   // peer. With ALLNORM_RESIDUAL_SHARDED in an ADD_RMS_NORM; not with ALLNORM_ISLAND_SUMS.

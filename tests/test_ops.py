@@ -46,6 +46,10 @@ SCHEMAS = {
         "allnorm::all_gather_rows(Tensor shard, SymInt num_tokens, str comm_name, "
         'str algorithm="auto") -> Tensor'
     ),
+    "all_reduce_hyper_connection": (
+        "allnorm::all_reduce_hyper_connection(Tensor x, Tensor residual, Tensor post, Tensor mix, "
+        'str comm_name, str algorithm="auto") -> Tensor'
+    ),
     "rms_norm_sharded": (
         "allnorm::rms_norm_sharded(Tensor[] tensors, Tensor[] weights, float eps, "
         'float weight_bias, str numerics, str comm_name, str algorithm="auto") -> Tensor[]'

@@ -57,6 +57,8 @@ inline int64_t widest_slice(const AllnormCall& call) {
   }
   return widest;
 }
+// Returns whether the call mixes the streams of a residual.
+inline bool mixes_streams(const AllnormCall& call) { return call.op == ALLNORM_HYPER_CONNECTION; }
 // Returns whether every row has an owner, the rank that sums it. Kernels then process rows in
 // dealt_row() order.
 inline bool uses_owners(const AllnormCall& call) {
@@ -74,7 +76,7 @@ inline bool ends_with_sum(const AllnormCall& call) {
 }
 // Returns whether residual and residual_out are wider than x.
 inline bool has_float32_residual(const AllnormCall& call) {
-  return is_norm(call) && (call.flags & ALLNORM_FLOAT32_RESIDUAL) != 0;
+  return (is_norm(call) || mixes_streams(call)) && (call.flags & ALLNORM_FLOAT32_RESIDUAL) != 0;
 }
 // Returns the dtype of residual and residual_out.
 inline int32_t residual_dtype(const AllnormCall& call) {

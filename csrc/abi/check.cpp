@@ -136,6 +136,20 @@ int32_t check_slices(const AllnormCall& call) {
               static_cast<long long>(call.hidden_size), static_cast<long long>(sum));
 }
 
+// Checks the arguments of HYPER_CONNECTION.
+int32_t check_streams(const AllnormCall& call) {
+  if (call.num_streams < 2 || call.num_streams > ALLNORM_MAX_STREAMS) {
+    return invalid("num_streams", call.num_streams, "2 to 8");
+  }
+  constexpr int32_t kAllowed = ALLNORM_NO_PDL | ALLNORM_FLOAT32_RESIDUAL;
+  if ((call.flags & ~kAllowed) != 0) {
+    return invalid("flags", call.flags,
+                   "a sum of ALLNORM_NO_PDL (1) and ALLNORM_FLOAT32_RESIDUAL (128) with "
+                   "HYPER_CONNECTION");
+  }
+  return call.top_k == 0 ? ALLNORM_OK : invalid("top_k", call.top_k, "0 with HYPER_CONNECTION");
+}
+
 // Checks the size of whole rows, which consist of the slices of `ranks` ranks.
 int32_t check_whole_rows(const AllnormCall& call, int ranks) {
   if (widest_slice(call) * ranks <= kMaxHiddenSize) return ALLNORM_OK;
@@ -151,8 +165,8 @@ int32_t check_call(const AllnormCall* call) {
   if (const int32_t status = check_struct("AllnormCall", call->struct_bytes, sizeof(AllnormCall))) {
     return status;
   }
-  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_RMS_NORM_SHARDED) {
-    return invalid("op", call->op, "an AllnormOp, 0 to 4");
+  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_HYPER_CONNECTION) {
+    return invalid("op", call->op, "an AllnormOp, 0 to 5");
   }
   if (call->dtype < ALLNORM_FLOAT32 || call->dtype > ALLNORM_BFLOAT16) {
     return invalid("dtype", call->dtype, "an AllnormDtype, 0 to 2");
@@ -185,8 +199,9 @@ int32_t check_call(const AllnormCall* call) {
     return invalid("op", call->op, "ALL_GATHER_ROWS (2) with ALLNORM_ANNOUNCEMENT");
   }
   if ((call->flags & ALLNORM_FLOAT32_RESIDUAL) != 0) {
-    if (!is_norm(*call)) {
-      return invalid("op", call->op, "ADD_RMS_NORM (1) with ALLNORM_FLOAT32_RESIDUAL");
+    if (!has_float32_residual(*call)) {
+      return invalid("op", call->op,
+                     "ADD_RMS_NORM (1) or HYPER_CONNECTION (5) with ALLNORM_FLOAT32_RESIDUAL");
     }
     if (call->dtype == ALLNORM_FLOAT32) {
       return invalid("dtype", call->dtype,
@@ -194,6 +209,7 @@ int32_t check_call(const AllnormCall* call) {
     }
   }
   if (norms_slices(*call)) return check_slices(*call);
+  if (mixes_streams(*call)) return check_streams(*call);
   return is_norm(*call) ? check_norm(*call) : ALLNORM_OK;
 }
 
@@ -302,6 +318,7 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
     status = check_whole_rows(*call, config->world_size);
     return status == ALLNORM_OK ? check_slice_memory(*call, false) : status;
   }
+  if (mixes_streams(*call)) return check_stream_memory(*call, 1);
   return check_memory(*call, takes_sums(*call) ? call->num_sources : 1, held_rows(*config, *call),
                       owned_rows(*config, *call));
 }
@@ -309,8 +326,9 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
 int32_t check_local(const AllnormCall* call) {
   int32_t status = check_call(call);
   if (status == ALLNORM_OK && norms_slices(*call)) return check_local_slices(*call);
-  if (status == ALLNORM_OK && call->op > ALLNORM_ADD_RMS_NORM) {
-    status = invalid("op", call->op, "an op that sums, 0 or 1, or RMS_NORM_SHARDED (4)");
+  if (status == ALLNORM_OK && call->op > ALLNORM_ADD_RMS_NORM && !mixes_streams(*call)) {
+    status = invalid("op", call->op,
+                     "an op that sums, 0 or 1, RMS_NORM_SHARDED (4) or HYPER_CONNECTION (5)");
   }
   if (status == ALLNORM_OK && takes_sums(*call)) {
     status = invalid("flags", call->flags, "no ALLNORM_ISLAND_SUMS (32) in a local call");
@@ -319,6 +337,7 @@ int32_t check_local(const AllnormCall* call) {
   if (status == ALLNORM_OK) status = check_num_tokens(*call);
   if (status == ALLNORM_OK) status = check_experts(*call);
   if (status != ALLNORM_OK) return status;
+  if (mixes_streams(*call)) return check_stream_memory(*call, call->num_sources);
   const RowRange all = {0, call->num_tokens};
   return check_memory(*call, call->num_sources, all, all);
 }

@@ -25,6 +25,9 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
 int32_t check_slice_memory(const AllnormCall& call, bool local);
 // Checks whether every slice is aligned, as check_alignment() does for rows.
 int32_t check_slice_alignment(const AllnormCall& call);
+// Check the memory of a HYPER_CONNECTION, and its alignment as check_alignment() does.
+int32_t check_stream_memory(const AllnormCall& call, int num_sources);
+int32_t check_stream_alignment(const AllnormCall& call);
 // Checks whether every row is aligned for loads and stores of whole packs, as the CUDA kernels of
 // allnorm_run() require. `held` and `owned` as for check_memory().
 int32_t check_alignment(const AllnormCall& call, const RowRange& held, const RowRange& owned);

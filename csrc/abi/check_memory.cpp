@@ -354,6 +354,99 @@ int32_t check_slice_memory(const AllnormCall& call, bool local) {
   return all.status();
 }
 
+int32_t check_stream_memory(const AllnormCall& call, int num_sources) {
+  const int64_t tokens = call.num_tokens, columns = call.hidden_size, streams = call.num_streams;
+  const bool many = tokens > 1;
+  for (const auto& [name, stride, several] :
+       {std::tuple("x_stride", call.x_stride, many),
+        {"residual_stride", call.residual_stride, many},
+        {"residual_out_stride", call.residual_out_stride, many},
+        {"post_stride", call.post_stride, many},
+        {"mix_stride", call.mix_stride, many},
+        {"stream_stride", call.stream_stride, true},
+        {"stream_out_stride", call.stream_out_stride, true}}) {
+    if (stride < -kFarthest || stride > kFarthest) {
+      return invalid(name, stride, "-2^48 to 2^48 elements");
+    }
+    if (several && stride < 0) return invalid(name, stride, "at least 0");
+  }
+  if (tokens == 0) return ALLNORM_OK;
+  for (const auto& [name, data] : {std::tuple("x", call.x),
+                                   {"residual", call.residual},
+                                   {"residual_out", call.residual_out},
+                                   {"post", static_cast<const void*>(call.post)},
+                                   {"mix", call.mix}}) {
+    if (data == nullptr) return missing(name);
+  }
+  // The rows of the result, token by token or stream by stream.
+  const int64_t by_token = call.residual_out_stride, by_stream = call.stream_out_stride;
+  const bool apart =
+      by_stream >= columns && (!many || by_token >= (streams - 1) * by_stream + columns);
+  const bool apart_by_stream = many && by_token >= columns && by_token <= kFarthest / tokens &&
+                               by_stream >= (tokens - 1) * by_token + columns;
+  if (!apart && !apart_by_stream) {
+    return fail(ALLNORM_INVALID_ARGUMENT,
+                "residual_out_stride is %lld and stream_out_stride %lld; expected that %lld rows "
+                "of %lld streams of %lld elements do not overlap",
+                static_cast<long long>(by_token), static_cast<long long>(by_stream),
+                static_cast<long long>(tokens), static_cast<long long>(streams),
+                static_cast<long long>(columns));
+  }
+  const int64_t width = element_bytes(call.dtype), last = tokens - 1;
+  const int64_t residual_width = element_bytes(residual_dtype(call));
+  Extent others = {.columns = columns, .repeats = last, .stride = call.x_stride};
+  others.far_repeats = num_sources - 2;
+  others.far_stride = others.skipped = call.source_stride;
+  const auto streams_of = [&](int64_t token_stride, int64_t stream_stride) {
+    return Extent{columns, last, token_stride, streams - 1, stream_stride};
+  };
+  Tensors all;
+  all.add(kX, call.x, width, {columns, last, call.x_stride});
+  if (num_sources > 1 && call.source_stride != 0) {
+    all.add("the sources after x", call.x, width, others);
+  }
+  all.add("post", call.post, 4, {streams, last, call.post_stride});
+  all.add("mix", call.mix, 4, {streams * streams, last, call.mix_stride});
+  // A thread reads an element of every stream before it writes any of them.
+  const bool in_place = call.residual == call.residual_out &&
+                        (!many || call.residual_stride == by_token) &&
+                        call.stream_stride == by_stream;
+  if (!in_place) {
+    all.add(kResidual, call.residual, residual_width,
+            streams_of(call.residual_stride, call.stream_stride));
+  }
+  all.add_result("residual_out", call.residual_out, residual_width,
+                 streams_of(by_token, by_stream));
+  return all.status();
+}
+
+int32_t check_stream_alignment(const AllnormCall& call) {
+  const int64_t width = element_bytes(call.dtype);
+  const int64_t residual_width = element_bytes(residual_dtype(call));
+  const struct {
+    const char* name;
+    const void* data;
+    int64_t token_bytes;
+    int64_t stream_bytes;
+  } tensors[] = {
+      {"x", call.x, call.x_stride * width, 0},
+      {"residual", call.residual, call.residual_stride * residual_width,
+       call.stream_stride * residual_width},
+      {"residual_out", call.residual_out, call.residual_out_stride * residual_width,
+       call.stream_out_stride * residual_width},
+  };
+  for (const auto& [name, data, token_bytes, stream_bytes] : tensors) {
+    if (reinterpret_cast<uintptr_t>(data) % kPackBytes == 0 && stream_bytes % kPackBytes == 0 &&
+        (call.num_tokens < 2 || token_bytes % kPackBytes == 0)) {
+      continue;
+    }
+    return fail(ALLNORM_INVALID_ARGUMENT,
+                "the rows of %s are not aligned; expected multiples of %d bytes: pass a copy", name,
+                kPackBytes);
+  }
+  return ALLNORM_OK;
+}
+
 int32_t check_slice_alignment(const AllnormCall& call) {
   const int64_t width = element_bytes(call.dtype);
   const auto is_aligned = [&](const void* data, int64_t stride) {

@@ -35,13 +35,17 @@ inline uint32_t hash_of_slices(const AllnormCall& call) {
   return static_cast<uint32_t>((hash ^ hash >> 32) * 0xc4ceb9fe1a85ec53u >> 40);
 }
 
-// Encodes the arguments that change results but not messages: the weight dtype, the scale format,
+// Encodes the arguments that change results but not messages. HYPER_CONNECTION: the number of
+// streams, and whether they are float32. Norms: the weight dtype, the scale format,
 // and a hash of eps, weight_bias, step 1c, whether scales are in tiles, whether the residual is
 // float32, and whether rows are gathered. Different calls collide with probability 2^-21; calls
 // that differ only in one of the last three never collide.
 inline uint32_t call_details(const AllnormCall& call) {
   if (makes_sums(call)) return 1;  // an ALL_REDUCE of island sums has 0
   if (norms_slices(call)) return hash_of_slices(call);
+  if (mixes_streams(call)) {
+    return static_cast<uint32_t>(call.num_streams) << 1 | has_float32_residual(call);
+  }
   if (!is_norm(call)) return 0;
   uint64_t hash = hash_of(call.weight_bias, call.eps);
   // In a hierarchical call's tag, the algorithm does not show whether the residual is sharded.
@@ -79,7 +83,7 @@ inline CallTag call_tag(const AllnormCall& call, int64_t num_tokens) {
                    : is_sharded(call)    ? 2
                                          : call.algorithm,
       .numerics = norm || norms_slices(call) ? call.numerics : 0,
-      .has_residual = norm && call.residual != nullptr,
+      .has_residual = (norm && call.residual != nullptr) || mixes_streams(call),
       .wants_normed = is_quantized(call) && call.out != nullptr,
       .op = tag_op(call),
   };

@@ -143,6 +143,12 @@ RowOp row_op(const AllnormCall& call, float* scratch) {
               .weight = call.weight,
               .scratch = scratch,
               .float32_residual = has_float32_residual(call)};
+  if (mixes_streams(call)) {
+    const int64_t width = element_bytes(residual_dtype(call));
+    op.num_streams = call.num_streams;
+    op.stream_stride_bytes = call.stream_stride * width;
+    op.stream_out_stride_bytes = call.stream_out_stride * width;
+  }
   if (changes_sum(call)) {
     op.post_weight = call.post_weight;
     op.post_weight_dtype = call.post_weight_dtype;
@@ -197,10 +203,15 @@ ExpertRows expert_rows(const AllnormCall& call, int64_t token) {
 RowTask row_task(const AllnormCall& call, int64_t row, int64_t residual_row) {
   const int64_t bytes = element_bytes(call.dtype);
   RowTask task = {.out = matrix(call.out, call.out_stride * bytes, row)};
-  if (is_norm(call)) {
+  if (is_norm(call) || mixes_streams(call)) {
     const int64_t width = element_bytes(residual_dtype(call));
     task.residual = matrix(call.residual, call.residual_stride * width, residual_row);
     task.residual_out = matrix(call.residual_out, call.residual_out_stride * width, residual_row);
+  }
+  if (mixes_streams(call)) {
+    constexpr int64_t kBytes = sizeof(float);
+    task.post = matrix(static_cast<const void*>(call.post), call.post_stride * kBytes, row);
+    task.mix = matrix(static_cast<const void*>(call.mix), call.mix_stride * kBytes, row);
   }
   if (is_quantized(call)) {
     task.quantized = matrix(call.quantized, call.quantized_stride, row);
@@ -263,6 +274,15 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first) 
     for (int i = 0; i < call.num_slices; ++i) {
       fill_nan(slice_out(call, i, first), call.num_tokens - first, call.slices[i].local_size,
                element_bytes(call.dtype));
+    }
+    return;
+  }
+  if (mixes_streams(call)) {
+    const int64_t width = element_bytes(residual_dtype(call));
+    Rows stream = row_task(call, 0, first).residual_out;
+    for (int i = 0; i < call.num_streams; ++i) {
+      fill_nan(stream, call.num_tokens - first, call.hidden_size, width);
+      stream.data += call.stream_out_stride * width;
     }
     return;
   }

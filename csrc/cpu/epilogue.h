@@ -262,6 +262,50 @@ static void run_slices(const RowOp& op, const RowTask& task) {
   }
 }
 
+// Numerics of hyper-connections for the elements at `i`: mixes the streams of the residual, whose
+// type is R, and adds the reduced sum. All streams are read before the first is written, because
+// residual_out may be the residual.
+template <class T, class R, int kSources, class Access>
+ALLNORM_INLINE void mix(const RowOp& op, const RowPointers<T>& row, int num_sources, int64_t i,
+                        Access access) {
+  using Stream = typename R::Storage;
+  const auto of_stream = access.template of<R>();
+  const auto ordered = [](Pair pair) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<T, R>) {
+      return pair;
+    } else {
+      return Elements<T>::order(pair);
+    }
+  };
+  const Pair reduced = reduce<T, kSources>(row, num_sources, i, access);
+  const auto* from = static_cast<const std::byte*>(row.residual);
+  Pair streams[ALLNORM_MAX_STREAMS];
+  for (int j = 0; j < op.num_streams; ++j, from += op.stream_stride_bytes) {
+    streams[j] = ordered(of_stream.load(reinterpret_cast<const Stream*>(from) + i));
+  }
+  auto* to = static_cast<std::byte*>(row.residual_out);
+  const float* factor = row.mix;
+  for (int s = 0; s < op.num_streams; ++s, to += op.stream_out_stride_bytes) {
+    Pair mixed = reduced * broadcast(row.post[s]);
+    for (int j = 0; j < op.num_streams; ++j) {
+      mixed = mixed + streams[j] * broadcast(*factor++);
+    }
+    mixed = round_to<R>(mixed);
+    if constexpr (!std::is_same_v<T, R>) mixed = Elements<T>::in_order(mixed);
+    of_stream.store(reinterpret_cast<Stream*>(to) + i, mixed);
+  }
+}
+
+template <class T, int kSources>
+static void mix_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {
+  for_each_pair<T>(0, op.hidden_size, [&](int64_t i, auto access) __attribute__((always_inline)) {
+    if constexpr (!std::is_same_v<T, Float32>) {
+      if (op.float32_residual) return mix<T, Float32, kSources>(op, row, num_sources, i, access);
+    }
+    mix<T, T, kSources>(op, row, num_sources, i, access);
+  });
+}
+
 // Applies only numerics step 1.
 template <class T, int kSources>
 static void reduce_row(const RowOp& op, const RowPointers<T>& row, int num_sources) {

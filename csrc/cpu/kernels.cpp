@@ -60,6 +60,12 @@ void run_typed(const RowOp& op, const RowTask& task) {
     }
     row.residual = task.residual.data == nullptr ? nullptr : task.residual.from(i).data;
     row.residual_out = task.residual_out.from(i).data;
+    if (op.op == ALLNORM_HYPER_CONNECTION) {
+      row.post = reinterpret_cast<const float*>(task.post.from(i).data);
+      row.mix = reinterpret_cast<const float*>(task.mix.from(i).data);
+      mix_row<T, kSources>(op, row, task.num_sources);
+      continue;
+    }
     if (op.format != RowFormat::kPlain) {
       row.quantized = reinterpret_cast<uint8_t*>(task.quantized.from(i).data);
       row.scales = task.scales.from(i);

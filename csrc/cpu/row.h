@@ -19,6 +19,10 @@ struct RowPointers {
   Storage* out;          // null: not a result
   void* residual_out;
   uint8_t* quantized;
+  // ALLNORM_HYPER_CONNECTION: the token's coefficients; `residual` and `residual_out` are its first
+  // streams.
+  const float* post;
+  const float* mix;
   ScaleRows scales;  // scales from this row on
 };
 

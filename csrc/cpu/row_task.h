@@ -140,14 +140,19 @@ struct RowOp {
   bool of_sums = false;
   // ALLNORM_RMS_NORM_SHARDED: elements of a whole row; hidden_size is those of a slice.
   int64_t row_elems = 0;
+  // ALLNORM_HYPER_CONNECTION: the number of streams, and the bytes between them.
+  int num_streams = 0;
+  int64_t stream_stride_bytes = 0;
+  int64_t stream_out_stride_bytes = 0;
 };
 
 // The rows of one step. With experts, the experts' rows are the only source and must not be `out`;
 // otherwise `out` may be one of the sources, and `residual_out` may be `residual`, in both cases
 // row by row. residual.data may be null, and so may out.data if the row is quantized.
-// ALLNORM_ALL_REDUCE does not use residual_out. `quantized` and `scales` are used only if the row
-// is quantized. For ALLNORM_SUM_ROWS, `out` is float32. For ALLNORM_RMS_NORM_SHARDED, the only
-// source is the slice of each row, and `out` may be the source.
+// ALLNORM_ALL_REDUCE does not use residual_out, and ALLNORM_HYPER_CONNECTION does not use `out`.
+// `quantized` and `scales` are used only if the row is quantized. For ALLNORM_SUM_ROWS, `out` is
+// float32. For ALLNORM_RMS_NORM_SHARDED, the only source is the slice of each row, and `out` may be
+// the source.
 struct RowTask {
   const ConstRows* sources = nullptr;
   int num_sources = 0;
@@ -165,6 +170,9 @@ struct RowTask {
   int num_sums = 0;
   float* own_sums = nullptr;
   int64_t sums_stride = 0;
+  // ALLNORM_HYPER_CONNECTION: the coefficients of each row.
+  ConstRows post = {};
+  ConstRows mix = {};
 };
 
 using RowKernel = void (*)(const RowOp& op, const RowTask& task);

@@ -30,6 +30,7 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
   }
   if (norms_slices(call)) return slices_per_chunk(world_size, workspace_bytes, call);
   const int64_t row_bytes = call.hidden_size * element_bytes(call.dtype);
+  if (mixes_streams(call) && parts_of(row_bytes / kPackBytes) > 1) return 0;
   const int64_t most_packs = uses_owners(call) ? kMaxThreads * kMaxClusterSize : kMostPacks;
   if (row_bytes % kPackBytes != 0 || row_bytes > most_packs * kPackBytes) return 0;
   const SlotBytes slot = slot_bytes(world_size, call);
@@ -120,8 +121,11 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
   } else if (call.num_tokens > 0) {  // without rows no memory is accessed
     status = check_format(device_, call);
     if (status == ALLNORM_OK) status = check_width(device_, call);
-    if (status == ALLNORM_OK)
+    if (status == ALLNORM_OK && mixes_streams(call)) {
+      status = check_stream_alignment(call);
+    } else if (status == ALLNORM_OK) {
       status = check_alignment(call, held_rows(config_, call), owned_rows(config_, call));
+    }
   }
   if (status != ALLNORM_OK) return status;
   const DeviceGuard guard(config_.device);
@@ -202,6 +206,7 @@ int32_t run_local(const AllnormCall& call) {
   if (call.num_tokens == 0) return ALLNORM_OK;
   // The device is that of the tensors; the caller need not have made it current.
   const void* result = norms_slices(call)    ? local_slices_result(call)
+                       : mixes_streams(call) ? call.residual_out
                        : is_quantized(call)  ? call.quantized
                        : ends_with_sum(call) ? call.residual_out
                                              : call.out;
@@ -218,6 +223,7 @@ int32_t run_local(const AllnormCall& call) {
   Device device;
   if (status == ALLNORM_OK) status = query_device(attributes.device, &device);
   if (status != ALLNORM_OK) return status;
+  if (mixes_streams(call)) return launch_local_streams(device, call);
   return norms_slices(call) ? launch_local_slices(device, call) : launch_local(device, call);
 }
 

@@ -21,6 +21,7 @@
 #include "gpu/sources/dense_rows.cuh"
 #include "gpu/sources/expert_rows.cuh"
 #include "gpu/sources/summed_rows.cuh"
+#include "gpu/streams.cuh"
 #include "gpu/transports/one_shot.cuh"
 #include "gpu/transports/two_shot.cuh"
 #include "gpu/wide_rows.cuh"
@@ -104,6 +105,24 @@ struct SlicesEntry : Entry<kKind, kRanks, kBasic, Formats> {
   }
 };
 
+template <KernelKind kKind, uint32_t kRanks, template <class> class Source,
+          template <class, int> class Transport, class Schedule, Grid kGrid, class Formats>
+struct StreamsEntry : Entry<kKind, kRanks, kBasic, Formats> {
+  template <class T, int kWorldSize, template <class> class>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(
+        &fused_kernel<StreamsKernel<T, kWorldSize, Source, Transport, Schedule, kGrid>>);
+  }
+};
+
+template <KernelKind kKind, class Formats>
+struct LocalStreamsEntry : Entry<kKind, k1, kBasic, Formats> {
+  template <class T, int, template <class> class>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(&local_streams_kernel<LocalStreamsKernel<T>>);
+  }
+};
+
 template <class... Entries>
 struct KernelTable {};
 
@@ -145,6 +164,12 @@ using Kernels = KernelTable<
     SlicesEntry<kSlices,      kAny, SlicesKernel,      OnlyPlain>,
     SlicesEntry<kLocalSlices, k1,   LocalSlicesKernel, OnlyPlain>,
 
+    //           kind                  ranks source     transport schedule     grid     formats
+    StreamsEntry<kStreamsOneShot,      kAll, DenseRows, OneShot,  OneRowAhead, kSparse, OnlyPlain>,
+    StreamsEntry<kStreamsOneShotDense, k2,   DenseRows, OneShot,  Paced,       kDense,  OnlyPlain>,
+    StreamsEntry<kStreamsTwoShot,      kAll, DenseRows, TwoShot,  Relayed,     kSparse, OnlyPlain>,
+    LocalStreamsEntry<kLocalStreams, OnlyPlain>,
+
     //         kind        source           features
     LocalEntry<kLocalRows, SummedRows,      kBasic>,
     LocalEntry<kLocalRows, LocalExpertRows, kExtended>,
@@ -172,6 +197,8 @@ constexpr KernelKind otherwise(KernelKind kind) {
     case KernelKind::kOneShotDense:
     case KernelKind::kOneShotFew:
       return KernelKind::kOneShot;
+    case KernelKind::kStreamsOneShotDense:
+      return KernelKind::kStreamsOneShot;
     case KernelKind::kOwnedSumFew:
       return KernelKind::kOwnedSum;
     default:

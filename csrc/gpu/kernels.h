@@ -15,6 +15,9 @@ enum class KernelKind {
   kTwoShot,
   kOneShotWide,  // rows that no cluster holds with one pack per thread
   kTwoShotWide,
+  kStreamsOneShot,
+  kStreamsOneShotDense,  // for up to kFewStreams streams of x's dtype
+  kStreamsTwoShot,
   // OwnedRowsParams:
   kOwnedSum,
   kOwnedSumFew,
@@ -27,6 +30,7 @@ enum class KernelKind {
   kLocalRows,     // rows of whole, aligned packs that fit into a cluster
   kLocalAligned,  // rows of whole, aligned packs of any width
   kLocalAny,      // rows of any width and alignment
+  kLocalStreams,  // streams of rows of any width and alignment
 };
 
 struct KernelKey {

@@ -29,8 +29,16 @@ const void* find_kernel(int dtype, const KernelKey& key) {
   }
 }
 
+KernelKind kind_of_streams(const AllnormCall& call, Grid grid) {
+  if (call.algorithm == ALLNORM_TWO_SHOT) return KernelKind::kStreamsTwoShot;
+  const bool few = call.num_streams <= kFewStreams && !has_float32_residual(call);
+  return grid == Grid::kDense && few ? KernelKind::kStreamsOneShotDense
+                                     : KernelKind::kStreamsOneShot;
+}
+
 KernelKind kind_of(const AllnormCall& call, Grid grid, bool is_wide) {
   if (call.op == ALLNORM_ALL_GATHER_ROWS) return KernelKind::kOwnedGiven;
+  if (mixes_streams(call)) return kind_of_streams(call, grid);
   if (is_sharded(call) || makes_sums(call)) return KernelKind::kOwnedFinished;
   const bool few = grid == Grid::kFew;
   if (has_row_owners(call)) return few ? KernelKind::kOwnedSumFew : KernelKind::kOwnedSum;
@@ -371,6 +379,38 @@ int32_t launch_local_slices(const Device& device, const AllnormCall& call) {
   geometry.num_blocks = choose_num_blocks(units, 1, resident_blocks(device, kernel, geometry), 0);
   return launch_on_stream(device, kernel, &params, geometry, local_shared_bytes(widest, false),
                           call);
+}
+
+int32_t launch_local_streams(const Device& device, const AllnormCall& call) {
+  const int64_t bytes = element_bytes(call.dtype);
+  const int64_t packs = (call.hidden_size * bytes + kPackBytes - 1) / kPackBytes;
+  LocalParams params = {
+      .x = x_params(call, 0),
+      .epilogue = epilogue_params(call, 0, 0, {}),
+      .source_stride_bytes = call.source_stride * bytes,
+      .num_tokens = call.num_tokens,
+      .num_sources = call.num_sources,
+      .packs = static_cast<int32_t>(packs),
+      .experts = {},
+  };
+  const EpilogueParams& epilogue = params.epilogue;
+  params.epilogue.streams.aligned =
+      call.hidden_size * bytes % kPackBytes == 0 && is_aligned(call.x, call.x_stride * bytes) &&
+      params.source_stride_bytes % kPackBytes == 0 &&
+      is_aligned(call.residual, epilogue.residual.stride_bytes) &&
+      is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
+      epilogue.streams.stride_bytes % kPackBytes == 0 &&
+      epilogue.streams.out_stride_bytes % kPackBytes == 0;
+  const void* kernel = find_kernel(call.dtype, {.kind = KernelKind::kLocalStreams,
+                                                .world_size = 1,
+                                                .format = RowFormat::kPlain,
+                                                .needs = kBasic});
+  Geometry geometry = {.num_blocks = 0,
+                       .cluster_size = 1,
+                       .num_threads = std::min(threads_of(packs, 1), kMaxThreads)};
+  geometry.num_blocks =
+      choose_num_blocks(call.num_tokens, 1, resident_blocks(device, kernel, geometry), 0);
+  return launch_on_stream(device, kernel, &params, geometry, 0, call);
 }
 
 int32_t launch_probe(const Device& device, const ProbeParams& params) {

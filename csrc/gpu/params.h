@@ -13,6 +13,10 @@ namespace allnorm {
 
 constexpr int kMaxChunks = kMaxClusterSize * kMaxThreads / kPacksPerChunk;
 
+constexpr int kMaxStreams = ALLNORM_MAX_STREAMS;
+// Streams of the kernels for many rows, which keep fewer registers per thread.
+constexpr int kFewStreams = 4;
+
 constexpr int kMaxSlices = ALLNORM_MAX_SLICES;
 // The widest slice of the fused kernel for rms_norm_sharded, which one block processes.
 constexpr int kMaxSlicePacks = 4096;
@@ -104,6 +108,17 @@ struct ExpertParams {
   bool by_four;   // whether choices may be loaded in packs of four
 };
 
+// The streams of a residual, and the coefficients by which they are mixed: hyper-connections.
+// EpilogueParams::residual and residual_out are then those of the first stream.
+struct StreamParams {
+  Rows post;                 // float32: one per stream
+  Rows mix;                  // float32: one per pair of streams
+  int64_t stride_bytes;      // between the streams of a row in residual
+  int64_t out_stride_bytes;  // and in residual_out
+  int32_t count;             // 0: no streams
+  bool aligned;              // local: whether all rows consist of whole, aligned packs
+};
+
 // Parameters of the epilogue.
 struct EpilogueParams {
   Rows residual;  // data == nullptr: none
@@ -125,6 +140,7 @@ struct EpilogueParams {
   CachePolicy policy;  // policy of these rows and of the weights
   QuantParams quant;
   PostParams post;
+  StreamParams streams;
 };
 
 // Points at which a warp takes time stamps (gpu/stamps.cuh).

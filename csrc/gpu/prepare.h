@@ -115,12 +115,29 @@ inline Rows x_params(const AllnormCall& call, int64_t first_row) {
   return rows_from(call.x, call.x_stride * element_bytes(call.dtype), first_row);
 }
 
+// Returns the parameters of HYPER_CONNECTION for tokens from `first_row` on.
+inline StreamParams stream_params(const AllnormCall& call, int64_t first_row) {
+  if (!mixes_streams(call)) return {};
+  const int64_t width = element_bytes(residual_dtype(call));
+  return {
+      .post = rows_from(call.post, 4 * call.post_stride, first_row),
+      .mix = rows_from(call.mix, 4 * call.mix_stride, first_row),
+      .stride_bytes = call.stream_stride * width,
+      .out_stride_bytes = call.stream_out_stride * width,
+      .count = call.num_streams,
+      .aligned = false,
+  };
+}
+
 // Returns the epilogue's parameters. The first row of residual and residual_out may differ from
 // that of `out`.
 inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row,
                                       int64_t first_residual_row, const QuantParams& quant) {
   const int64_t width = element_bytes(call.dtype);
   const int64_t residual_width = element_bytes(residual_dtype(call));
+  const int64_t row_bytes = mixes_streams(call)
+                                ? call.num_streams * residual_width * call.hidden_size
+                                : call.hidden_size * width;
   return {
       .residual =
           rows_from(call.residual, call.residual_stride * residual_width, first_residual_row),
@@ -139,9 +156,10 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
           has_float32_residual(call) || (call.numerics & kNormalizeUnrounded) != 0,
       .round_before_weight = (call.numerics & kRoundBeforeWeight) != 0,
       .residual_is_float32 = has_float32_residual(call),
-      .policy = cache_policy(std::min(call.num_tokens, kMaxRows) * call.hidden_size * width),
+      .policy = cache_policy(std::min(call.num_tokens, kMaxRows) * row_bytes),
       .quant = quant,
       .post = post_params(call),
+      .streams = stream_params(call, first_row),
   };
 }
 
@@ -150,6 +168,7 @@ inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row
 // over all links. Kernels for wide rows always use chunks.
 inline bool has_row_owners(const AllnormCall& call) {
   if (uses_owners(call)) return true;
+  if (mixes_streams(call)) return false;
   const int64_t packs = call.hidden_size * element_bytes(call.dtype) / kPackBytes;
   // A division cannot overflow; num_tokens may be any number here.
   return call.algorithm == ALLNORM_TWO_SHOT && parts_of(packs) == 1 &&

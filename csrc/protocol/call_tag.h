@@ -34,7 +34,7 @@ struct CallTag {
 
 // The operator and quantization of a call.
 enum class TagOp {
-  kAllReduce,
+  kAllReduce,  // with has_residual: all_reduce_hyper_connection
   kAllGatherRows,
   kNorm,          // without quantization
   kPerGroupOf16,  // the next five: groups of 32, 64, 128, 256 and 512

@@ -21,6 +21,8 @@ enum Tensor : int {
   kExpertIndex,
   kExpertWeights,
   kShared,
+  kPost,
+  kMix,
   kPrefetch,
   kOut,
   kResidualOut,
@@ -29,11 +31,21 @@ enum Tensor : int {
   kNumTensors
 };
 
-constexpr const char* kTensorNames[kNumTensors] = {
-    "x",           "residual",     "weight",         "static_scale",
-    "post_weight", "expert_index", "expert_weights", "shared",
-    "prefetch",    "out",          "residual_out",   "quantized_out",
-    "scale_out"};
+constexpr const char* kTensorNames[kNumTensors] = {"x",
+                                                   "residual",
+                                                   "weight",
+                                                   "static_scale",
+                                                   "post_weight",
+                                                   "expert_index",
+                                                   "expert_weights",
+                                                   "shared",
+                                                   "post",
+                                                   "mix",
+                                                   "prefetch",
+                                                   "out",
+                                                   "residual_out",
+                                                   "quantized_out",
+                                                   "scale_out"};
 
 constexpr int kMaxKeywords = 32;
 constexpr int kMaxConstants = 2 * kMaxKeywords;

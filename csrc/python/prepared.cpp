@@ -121,10 +121,10 @@ bool recognizes(const Prepared& prepared, const Arguments& arguments) {
     PyObject* const constant = arguments.constants[i];
     if (expected != constant && !same(expected, constant)) return false;
   }
-  const Ref answer(PyObject_CallFunctionObjArgs(prepared.check.get(), checked[0], checked[1],
-                                                checked[2], checked[3], checked[4], checked[5],
-                                                checked[6], checked[7], checked[8], checked[9],
-                                                checked[10], checked[11], checked[12], nullptr));
+  const Ref answer(PyObject_CallFunctionObjArgs(
+      prepared.check.get(), checked[0], checked[1], checked[2], checked[3], checked[4], checked[5],
+      checked[6], checked[7], checked[8], checked[9], checked[10], checked[11], checked[12],
+      checked[13], checked[14], nullptr));
   return answer.get() == Py_True;
 }
 
@@ -149,6 +149,8 @@ bool bind_given(const Prepared& prepared, const std::uintptr_t* addresses, Allno
   call.expert_index = reinterpret_cast<const std::int32_t*>(addresses[kExpertIndex]);
   call.expert_weights = reinterpret_cast<const float*>(addresses[kExpertWeights]);
   call.shared = reinterpret_cast<const void*>(addresses[kShared]);
+  call.post = reinterpret_cast<const float*>(addresses[kPost]);
+  call.mix = reinterpret_cast<const float*>(addresses[kMix]);
   call.prefetch = reinterpret_cast<const void*>(addresses[kPrefetch]);
   if (addresses[kStaticScale] != 0) {
     void* const given = reinterpret_cast<void*>(addresses[kStaticScale]);

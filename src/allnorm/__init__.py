@@ -31,9 +31,11 @@ from allnorm.functions import (
     all_reduce,
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_quant,
+    all_reduce_hyper_connection,
     rms_norm_sharded,
     row_shard,
 )
+from allnorm.hyper_connection import HyperConnection
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, MxFp8, NvFp4, QuantizedNorm
@@ -52,6 +54,7 @@ __all__ = [
     "Fp8PerGroup",
     "Fp8PerTensor",
     "Fp8PerToken",
+    "HyperConnection",
     "MxFp8",
     "NativeLibraryError",
     "NvFp4",
@@ -72,6 +75,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm",
     "all_reduce_add_rms_norm_quant",
+    "all_reduce_hyper_connection",
     "build_info",
     "capabilities",
     "ops",

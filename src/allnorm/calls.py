@@ -13,6 +13,7 @@ from allnorm.core.call import Runner
 from allnorm.core.shards import row_shard
 from allnorm.core.slices import Slices
 from allnorm.expert_sum import ExpertSum
+from allnorm.hyper_connection import HyperConnection
 from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
 
@@ -345,6 +346,54 @@ class Calls(abc.ABC):
             slices=slices,
         )
         return results
+
+    def all_reduce_hyper_connection(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        connection: HyperConnection,
+        *,
+        algorithm: str = "auto",
+        residual_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Reduces `x` over the ranks, and adds it to mixed residual streams, in one launch.
+
+        PyTorch equivalent, up to the order and rounding of the sum over the ranks:
+
+            dist.all_reduce(x)
+            residual_out = connection.post.unsqueeze(-1) * x.float().unsqueeze(-2)
+            for j in range(streams):
+                factor = connection.mix[..., j].unsqueeze(-1)
+                residual_out = residual_out + factor * residual[..., j : j + 1, :].float()
+            residual_out = residual_out.to(residual.dtype)
+
+        Args:
+            x: [..., hidden_size], float32, float16 or bfloat16: this rank's partial sum; rows may
+                be strided. Not modified.
+            residual: [..., streams, hidden_size], dtype of `x` or float32, equal on every rank;
+                2 to 8 streams, which may be strided.
+            connection: the coefficients of this layer, float32, equal on every rank.
+            algorithm: "auto", "one_shot", "two_shot" or "unfused"; over several islands
+                "hierarchical" or "unfused". Results are bit-identical.
+            residual_out: preallocated result, like `residual`; may be `residual` itself.
+
+        Returns:
+            The new streams, like `residual`, contiguous unless preallocated; bit-identical on every
+            rank.
+
+        Raises the errors of `all_reduce`.
+
+        Collective. Graphs, tracing, allocation and gradients as for `all_reduce_add_rms_norm`.
+        """
+        result: torch.Tensor = self._runner(x).call(
+            op="all_reduce_hyper_connection",
+            source=x,
+            residual=residual,
+            algorithm=algorithm,
+            residual_out=residual_out,
+            connection=connection,
+        )
+        return result
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:
         """Returns this rank's rows of a sharded residual: `(lo, hi)` means rows lo to hi - 1.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from allnorm import policy
 from allnorm.calls import Calls
-from allnorm.core import arguments, registry, traced
+from allnorm.core import checks, registry, traced
 from allnorm.core.call import Runner
 from allnorm.core.registry import open_communicators
 from allnorm.core.resolve import group_called, resolve_device, resolve_group
@@ -215,6 +215,7 @@ class Communicator(Calls):
         experts: bool = False,
         residual_dtype: torch.dtype | None = None,
         gather: bool = True,
+        streams: int | None = None,
     ) -> Plan:
         """Returns how a call with a norm would run, or raises what that call would raise.
 
@@ -236,6 +237,8 @@ class Communicator(Calls):
             experts: whether `x` is an `ExpertSum`.
             residual_dtype: dtype of the residual: `dtype` or float32; None: `dtype`.
             gather: whether results have all rows, with a sharded residual.
+            streams: number of residual streams, for the plan of `all_reduce_hyper_connection`; of
+                the other arguments, it takes only `dtype`, `algorithm` and `residual_dtype`.
 
         Returns:
             The algorithm, the reason in one sentence, the number of launches, the source of the
@@ -249,12 +252,13 @@ class Communicator(Calls):
             CommunicatorClosedError: after `close()`.
         """
         self._endpoint.check_open()
-        call = arguments.check_planned(
+        call = checks.check_planned(
             num_tokens,
             hidden_size,
             dtype,
             residual_dtype,
             experts,
+            streams,
             quant=quant,
             residual_sharded=residual_sharded,
             return_normed=return_normed,

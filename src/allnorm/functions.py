@@ -19,6 +19,7 @@ from allnorm.core.call import Runner
 from allnorm.core.resolve import resolve_group
 from allnorm.core.shortcuts import is_intercepted, is_traced
 from allnorm.expert_sum import ExpertSum
+from allnorm.hyper_connection import HyperConnection
 from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
 
@@ -162,6 +163,24 @@ def rms_norm_sharded(
         *(_communicator_of(group, first), tensors, weights, eps, weight_bias, out),
         numerics=numerics,
         algorithm=algorithm,
+    )
+
+
+@_documented
+def all_reduce_hyper_connection(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    connection: HyperConnection,
+    *,
+    algorithm: str = "auto",
+    residual_out: torch.Tensor | None = None,
+    group: Group = None,
+) -> torch.Tensor:
+    """Calls `Communicator.all_reduce_hyper_connection` of the group's communicator."""
+    return Communicator.all_reduce_hyper_connection(
+        *(_communicator_of(group, x), x, residual, connection),
+        algorithm=algorithm,
+        residual_out=residual_out,
     )
 
 

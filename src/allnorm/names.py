@@ -19,6 +19,7 @@ COLLECTIVES = (
     "all_reduce_add_rms_norm_quant",
     "all_gather_rows",
     "rms_norm_sharded",
+    "all_reduce_hyper_connection",
 )
 OPS = (*COLLECTIVES, "add_rms_norm", "add_rms_norm_quant")
 

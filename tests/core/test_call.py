@@ -19,6 +19,7 @@ from allnorm.core.operators import OPERATORS, arguments
 
 X = torch.ones(2, 64)
 NORM = allnorm.PostNorm(torch.ones(64), 1e-5, 1.0)
+CONNECTION = allnorm.HyperConnection(torch.ones(2, 3), torch.ones(2, 3, 3))
 EXPERTS = allnorm.ExpertSum(
     torch.ones(2, 3, 64), torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int32), X
 )
@@ -37,6 +38,7 @@ def test_a_runner_runs_the_call_of_its_fields() -> None:
             return call
 
     given: Any = {name: object() for name in KEYWORDS} | {"post_norm": NORM}
+    given["connection"] = CONNECTION
     assert Same().call(**given).values == tuple(given[name] for name in KEYWORDS)
 
 
@@ -46,10 +48,12 @@ def test_every_tensor_of_a_call_is_known_by_name() -> None:
     inner = {place for _, parts in kinds for place in parts.values() if place is not None}
     assert inner | {"residual", "weight", *MEMORY} == {*INPUTS, *MEMORY}
     for kind, parts in kinds:
-        assert set(parts) == {field.name for field in dataclasses.fields(kind)}
+        assert set(parts) == set(inspect.signature(kind).parameters)
     for quant in QUANTS[3:]:
         call = Call(op="all_reduce_add_rms_norm_quant", source=EXPERTS, post_norm=NORM, quant=quant)
+        call = dataclasses.replace(call, connection=CONNECTION)
         given = {"source": EXPERTS, "post_norm": NORM, "quant": quant}
+        given["connection"] = CONNECTION
         for field, value in given.items():
             for attribute, place in PARTS[field][type(value)].items():
                 if place is not None:
@@ -74,7 +78,7 @@ def test_constants_distinguish_calls() -> None:
     found = [Call(**base | change).constants for change in ({}, *changes)]
     assert len(set(found)) == len(found)
     assert {name for change in changes for name in change} | {
-        *("residual", "weight", "prefetch", "slices", *MEMORY)
+        *("residual", "weight", "prefetch", "slices", "connection", *MEMORY)
     } == set(KEYWORDS)
     for name in ("residual", "weight", "prefetch", *MEMORY):
         assert Call(**base | {name: X}).constants == found[0]
@@ -106,6 +110,10 @@ def test_functions_have_the_parameters_of_methods(name: str) -> None:
     assert list(function.values()) == list(method.values())[1:]
 
 
+def call_has_norm(name: str) -> bool:
+    return Call(op=name, source=X, connection=CONNECTION).has_norm
+
+
 @pytest.mark.parametrize("name", [n for n, row in OPERATORS.items() if not row.takes_lists])
 @pytest.mark.parametrize("update", [False, True])
 def test_operator_arguments_preserve_a_call(name: str, update: bool) -> None:
@@ -116,6 +124,8 @@ def test_operator_arguments_preserve_a_call(name: str, update: bool) -> None:
         given: dict[str, Any] = {"op": name, "source": X, "algorithm": "auto"}
         if name == "all_gather_rows":
             given |= {"num_tokens": 7}
+        elif name == "all_reduce_hyper_connection":
+            given |= {"residual": X, "connection": CONNECTION}
         elif name != "all_reduce":
             given |= {"residual": X, "weight": X[0], "eps": 1e-3, "weight_bias": -0.0}
             given |= {"numerics": "vllm"}
@@ -123,7 +133,7 @@ def test_operator_arguments_preserve_a_call(name: str, update: bool) -> None:
             given |= {"source": EXPERTS, "post_norm": NORM, "scale": 0.5}
         if row.is_quantized:
             given |= {"quant": quant, "return_normed": True}
-        if row.is_collective and name not in ("all_reduce", "all_gather_rows"):
+        if row.is_collective and call_has_norm(name):
             given |= {"residual_sharded": True, "algorithm": "two_shot"}
         call = Call(**given)
         passed = arguments(call, "a group", 3)

@@ -190,10 +190,12 @@ OTHERS_OVER_ISLANDS = {"unfused": ("hierarchical", "unfused"), "hierarchical": (
 def test_every_field_of_a_call_is_toggled() -> None:
     """If an argument has parts, each part needs a toggle too.
 
-    `slices` belongs to a different call, whose parts tests/test_sharded_norm.py changes.
+    `slices` and `connection` belong to other calls, whose parts tests/test_sharded_norm.py and
+    tests/test_hyper_connection.py change.
     """
     parts = {*INPUTS, "experts", "post_eps", "post_weight_bias"}
-    assert set(TOGGLES) == {*KEYWORDS, *parts} - {"source", "post_norm", "slices"}
+    others = {"source", "post_norm", "slices", "connection", "post", "mix"}
+    assert set(TOGGLES) == {*KEYWORDS, *parts} - others
 
 
 def calls_of(field: str, toggle: Toggle, base: Case, last: bool, c: allnorm.Communicator) -> Any:

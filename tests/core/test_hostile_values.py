@@ -39,6 +39,7 @@ NAMES = (
     ),
     *("all_reduce_add_rms_norm_quant", "all_gather_rows", "row_shard"),
     *("add_rms_norm", "add_rms_norm_quant", "Communicator.rms_norm_sharded", "rms_norm_sharded"),
+    *("HyperConnection", "Communicator.all_reduce_hyper_connection", "all_reduce_hyper_connection"),
 )
 
 
@@ -107,6 +108,12 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
     """Returns every public callable with valid values of its required arguments."""
     x, weight = torch.ones(ROWS, COLUMNS), torch.ones(COLUMNS)
     norm = {"x": x, "residual": torch.ones_like(x), "weight": weight, "eps": 1e-6}
+    factors = {"post": torch.ones(ROWS, 2), "mix": torch.ones(ROWS, 2, 2)}
+    streams = {
+        "x": x,
+        "residual": torch.ones(ROWS, 2, COLUMNS),
+        "connection": allnorm.HyperConnection(**factors),
+    }
     good: dict[str, dict[str, Any]] = {
         "all_reduce": {"x": x},
         "all_reduce_add_rms_norm": norm,
@@ -114,6 +121,7 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
         "all_gather_rows": {"residual_shard": x, "num_tokens": ROWS},
         "row_shard": {"num_tokens": ROWS},
         "rms_norm_sharded": {"tensors": [x], "weights": [weight], "eps": 1e-6},
+        "all_reduce_hyper_connection": streams,
         "add_rms_norm": norm,
         "add_rms_norm_quant": norm,
     }
@@ -136,6 +144,8 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
 
     def of_part(make: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:
+            if name == "connection":
+                return c.all_reduce_hyper_connection(**{**streams, name: make(**arguments)})
             given = {**norm, "residual": None, name: make(**arguments)}
             return c.all_reduce_add_rms_norm(**given)
 
@@ -145,6 +155,7 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
     experts = {"rows": torch.ones(ROWS, 2, COLUMNS)}
     found["PostNorm"] = of_part(allnorm.PostNorm, "post_norm"), {"weight": weight, "eps": 1e-6}
     found["ExpertSum"] = of_part(allnorm.ExpertSum, "x"), experts
+    found["HyperConnection"] = of_part(allnorm.HyperConnection, "connection"), factors
     return found
 
 

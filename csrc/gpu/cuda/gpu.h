@@ -20,6 +20,11 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
 }
 
+// Returns the `value` of lane `lane`, the same number in all lanes.
+__device__ __forceinline__ float shuffle_from(float value, int lane) {
+  return __shfl_sync(kAllLanes, value, lane);
+}
+
 // Returns a kernel's parameters where the launch has put them.
 template <class Params>
 __device__ __forceinline__ const Params& in_place(const Params& params) {

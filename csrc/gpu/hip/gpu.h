@@ -112,6 +112,14 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
       float, __builtin_amdgcn_ds_bpermute(4 * other, __builtin_bit_cast(int, value)));
 }
 
+// Returns the `value` of lane `lane` of this lane's warp, the same number in all its lanes.
+__device__ __forceinline__ float shuffle_from(float value, int lane) {
+  const uint32_t first = hip::thread_index().x % kWaveLanes & ~31u;
+  const int from = static_cast<int>(first) + lane;
+  return __builtin_bit_cast(float,
+                            __builtin_amdgcn_ds_bpermute(4 * from, __builtin_bit_cast(int, value)));
+}
+
 // Returns a kernel's parameters where the launch has put them. If a kernel passes its argument to a
 // function that is not inlined, clang copies the whole argument to every lane's scratch memory.
 template <class Params>

@@ -130,6 +130,7 @@ uint64_t turns();
 void sync_block();
 void sync_cluster();
 float shuffle_xor(float value, int offset);
+float shuffle_from(float value, int lane);
 bool vote_all(bool value);
 
 void wait_for_preceding_grid();

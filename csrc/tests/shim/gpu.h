@@ -8,6 +8,7 @@ namespace allnorm {
 inline bool any_lane(bool value) { return !shim::vote_all(!value); }
 inline bool all_lanes(bool value) { return shim::vote_all(value); }
 inline float shuffle_xor(float value, int mask) { return shim::shuffle_xor(value, mask); }
+inline float shuffle_from(float value, int lane) { return shim::shuffle_from(value, lane); }
 
 template <class Params>
 const Params& in_place(const Params& params) {

@@ -119,6 +119,7 @@ float shuffle_xor(float value, int offset) {
   const uint32_t lane = thread().index % 32;
   return values_of_lanes(value)[lane ^ static_cast<uint32_t>(offset)];
 }
+float shuffle_from(float value, int lane) { return values_of_lanes(value)[lane]; }
 bool vote_all(bool value) {
   const float* const values = values_of_lanes(value ? 1.0f : 0.0f);
   return std::all_of(values, values + 32, [](float of_lane) { return of_lane != 0.0f; });

@@ -13,14 +13,15 @@ from typing import Any
 from allnorm import names
 from allnorm.errors import AllnormError, NativeLibraryError, UnsupportedError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 MAX_WORLD_SIZE = 64
 MAX_SLICES = 4
+MAX_STREAMS = 8
 OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
 _IPC_HANDLE_BYTES = 64
 ALGORITHM = {name: code for code, name in enumerate(names.FUSED)}
-ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED = range(5)
+ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED, HYPER_CONNECTION = range(6)
 NUMERICS = {name: code for code, name in enumerate(names.NUMERICS)}
 DTYPE = {name: code for code, name in enumerate(names.DTYPES)}
 QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}
@@ -78,7 +79,9 @@ class Call(ctypes.Structure):
         *_fields(_c_int64, "prefetch_bytes"),
         *((f"slice{i}_{name}", type_) for i in range(MAX_SLICES) for name, type_ in SLICE_FIELDS),
         *_fields(_c_int32, "num_slices slices_padding"),
-        *_fields(_pointer, "square_sums"),
+        *_fields(_pointer, "square_sums post mix"),
+        *_fields(_c_int64, "post_stride mix_stride stream_stride stream_out_stride"),
+        *_fields(_c_int32, "num_streams streams_padding"),
     ]
 
     def set_slice(self, number: int, **fields: int) -> None:

@@ -21,6 +21,7 @@ _OPS = {
     _native.ADD_RMS_NORM: "all_reduce_add_rms_norm",
     _native.ALL_GATHER_ROWS: "all_gather_rows",
     _native.RMS_NORM_SHARDED: "rms_norm_sharded",
+    _native.HYPER_CONNECTION: "all_reduce_hyper_connection",
 }
 _REFUSED = -1
 _WITHOUT_NORM = " without a second norm"
@@ -37,7 +38,7 @@ _TAG_OPS = (
     f"all_reduce_add_rms_norm{_WITHOUT_NORM}",
     "all_reduce_add_rms_norm_quant",
 )
-_TAG_NVFP4 = 12
+_TAG_ALL_REDUCE, _TAG_NVFP4 = 0, 12
 _TAG_ANNOUNCEMENT, _TAG_SLICES = 13, 14
 _TAG_ALGORITHMS = (*names.FUSED, "two_shot with a sharded residual", "unknown")
 
@@ -56,6 +57,8 @@ def tag_fields(shape: int, num_tokens: int) -> dict[str, str]:
             "algorithm": _TAG_ALGORITHMS[shape >> 22 & 3],
             "numerics": names.NUMERICS[shape >> 24 & 3],
         }
+    if op == _TAG_ALL_REDUCE and shape >> 26 & 1:
+        return {**tag_fields(shape & ~(1 << 26), num_tokens), "op": "all_reduce_hyper_connection"}
     fields = {
         "op": _TAG_OPS[op] if op < len(_TAG_OPS) else f"op {op}",
         "num_tokens": str(num_tokens),
@@ -120,7 +123,7 @@ LOCAL = {
     **dict.fromkeys((f"slice{i}_x" for i in range(_native.MAX_SLICES)), _CONTENTS),
     **dict.fromkeys((f"slice{i}_weight" for i in range(_native.MAX_SLICES)), _CONTENTS),
     **dict.fromkeys((f"slice{i}_out" for i in range(_native.MAX_SLICES)), _CONTENTS),
-    "square_sums": _CONTENTS,
+    **dict.fromkeys(("square_sums", "post", "mix"), _CONTENTS),
     **dict.fromkeys(("num_blocks", "cluster_size", "link_gbps", "stream"), _SPREAD),
     **dict.fromkeys(("prefetch", "prefetch_bytes"), "a hint, which changes no result"),
 }
@@ -204,6 +207,12 @@ class Announcement:
                 "eps": _text_of(self["eps"]),
                 "weight_bias": _text_of(self["weight_bias"]),
                 "dtypes of the weights": ", ".join(weights),
+            }
+        if self["op"] == _native.HYPER_CONNECTION:
+            wide = self["flags"] & _native.FLOAT32_RESIDUAL
+            return {
+                "streams": str(self["num_streams"]),
+                _RESIDUAL_DTYPE: "float32" if wide else names.DTYPES[self["dtype"]],
             }
         if self["op"] != _native.ADD_RMS_NORM:
             return {}

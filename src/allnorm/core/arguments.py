@@ -1,8 +1,7 @@
-"""Validates the arguments of a call.
+"""Validates the arguments of a call, one by one; core/checks.py validates whole calls.
 
-`check_alike` checks only properties that are equal on all ranks. Hence either every rank raises or
-none does. `check_own` and the checks of preallocated memory cover properties that may differ per
-rank, such as strides. A rank that raises there tells its peers (Endpoint.refuse).
+`check_own` and the checks of preallocated memory cover properties that may differ per rank, such as
+strides. A rank that raises there tells its peers (Endpoint.refuse).
 
 Python checks types, shapes and values before ranks exchange anything, and its messages name the
 caller's argument. The library validates the C struct (csrc/abi/check.h), so no caller of the C ABI
@@ -15,16 +14,13 @@ from __future__ import annotations
 import math
 import numbers
 import struct
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from allnorm.core import _native, tensors
 from allnorm.core.call import Call
-from allnorm.core.slices import Slices
 from allnorm.errors import UnsupportedError
-from allnorm.expert_sum import ExpertSum
 from allnorm.names import NUMERICS, REQUESTS, TOP_K, check_choice
 from allnorm.quant import (
     ScaleGeometry,
@@ -35,30 +31,11 @@ from allnorm.quant import (
 DTYPES = {getattr(torch, name): code for name, code in _native.DTYPE.items()}
 
 
-def check_alike(call: Call, device: torch.device) -> None:
-    """Raises for errors that all ranks see: wrong constants, dtypes, shapes or devices."""
-    if call.op == "all_gather_rows":
-        check_count("num_tokens", call.num_tokens)
-        check_input("residual_shard", call.x, device)
-        return
-    if call.slices is not None:
-        check_slices(call, device)
-        return
-    if call.experts:
-        check_experts(call, device)
-    else:
-        check_input("x", call.x, device)
-    if call.has_norm:
-        check_norm_constants(call)
-        check_norms(call)
-    if call.op.endswith("_quant"):
-        check_quantization(call)
-
-
 def check_own(call: Call, shard: tuple[int, int] | None) -> None:
     """Raises for errors that may occur on this rank only: wrong strides or row counts.
 
-    `call` has passed `check_alike`; `shard` is the range of this rank's rows, if rows have owners.
+    `call` has passed `checks.check_alike`; `shard` is the range of this rank's rows, if rows have
+    owners.
     """
     if call.op == "all_gather_rows":
         check_like("residual_shard", call.x, Like.rows(call.x, shard, "num_tokens"))
@@ -82,60 +59,9 @@ def check_residual(call: Call, like: Like) -> None:
     dtype = call.residual.dtype  # type: ignore[union-attr]
     if dtype not in (like.dtype, torch.float32):
         raise TypeError(
-            f"residual has dtype {dtype}: expected {like.dtype}{_or_float32(like.dtype)}."
+            f"residual has dtype {dtype}: expected {like.dtype}{or_float32(like.dtype)}."
         )
     check_like("residual", call.residual, like._replace(dtype=dtype))
-
-
-def check_slices(call: Call, device: torch.device) -> None:
-    """Raises for errors in the tensors of rms_norm_sharded that all ranks see."""
-    assert call.slices is not None
-    check_norm_constants(call)
-    first, total = call.slices.tensors[0], 0
-    for number, (x, weight) in enumerate(
-        zip(call.slices.tensors, call.slices.weights, strict=True)
-    ):
-        name = f"tensors[{number}]"
-        check_input(name, x, device)
-        if x.dtype != first.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}: expected {first.dtype}, as tensors[0].")
-        if math.prod(x.shape[:-1]) != math.prod(first.shape[:-1]):
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}: expected as many rows as tensors[0], which "
-                f"has shape {tuple(first.shape)}."
-            )
-        check_weight(f"weights[{number}]", weight, x, "local_size")
-        check_device(f"weights[{number}]", weight, device)
-        total += x.shape[-1]
-    if total > _MAX_HIDDEN_SIZE:
-        raise UnsupportedError(
-            f"tensors with {total} columns in all: expected at most {_MAX_HIDDEN_SIZE}. Make one "
-            "call for each."
-        )
-
-
-def check_own_slices(call: Call) -> None:
-    """Raises for errors in the tensors of rms_norm_sharded that may occur on this rank only."""
-    assert call.slices is not None
-    for number, (x, weight) in enumerate(
-        zip(call.slices.tensors, call.slices.weights, strict=True)
-    ):
-        check_last_dim(f"tensors[{number}]", x)
-        check_last_dim(f"weights[{number}]", weight)
-        if call.slices.outs is not None:
-            like = Like(x.shape, x.dtype, x.device, f"that of tensors[{number}]")
-            check_result(f"out[{number}]", call.slices.outs[number], like)
-
-
-def check_whole_rows(call: Call, world_size: int) -> None:
-    """Raises UnsupportedError for rows of rms_norm_sharded that are too wide in all."""
-    assert call.slices is not None
-    for number, x in enumerate(call.slices.tensors):
-        if x.shape[-1] * world_size > _MAX_HIDDEN_SIZE:
-            raise UnsupportedError(
-                f"tensors[{number}] has {x.shape[-1]} columns on each of {world_size} ranks: "
-                f"expected at most {_MAX_HIDDEN_SIZE} in all."
-            )
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -218,9 +144,9 @@ def check_input(name: str, x: Any, device: torch.device) -> None:
 
 def check_width(name: str, hidden_size: int) -> None:
     """Raises UnsupportedError for rows that are too wide for any call."""
-    if hidden_size > _MAX_HIDDEN_SIZE:
+    if hidden_size > MAX_HIDDEN_SIZE:
         raise UnsupportedError(
-            f"{name} has hidden_size {hidden_size}: expected at most {_MAX_HIDDEN_SIZE}."
+            f"{name} has hidden_size {hidden_size}: expected at most {MAX_HIDDEN_SIZE}."
         )
 
 
@@ -360,12 +286,13 @@ def check_weight(name: str, weight: Any, x: torch.Tensor, size: str = "hidden_si
         )
     if weight.dtype not in (x.dtype, torch.float32):
         raise TypeError(
-            f"{name} has dtype {weight.dtype}: expected {x.dtype}{_or_float32(x.dtype)}. Convert "
+            f"{name} has dtype {weight.dtype}: expected {x.dtype}{or_float32(x.dtype)}. Convert "
             "it first."
         )
 
 
-def _or_float32(dtype: torch.dtype) -> str:
+def or_float32(dtype: torch.dtype) -> str:
+    """Returns the rest of a message that names `dtype`, where float32 is allowed too."""
     return "" if dtype is torch.float32 else " or torch.float32"
 
 
@@ -506,93 +433,5 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + tensors.span_bytes(tensor)
 
 
-def check_planned(
-    num_tokens: object,
-    hidden_size: Any,
-    dtype: torch.dtype,
-    residual_dtype: object,
-    experts: object,
-    **fields: Any,
-) -> Call:
-    """Checks the arguments of `Communicator.plan`; returns their call, on the meta device."""
-    check_count("num_tokens", num_tokens)
-    if isinstance(hidden_size, list | tuple):
-        return _check_planned_slices(
-            num_tokens, hidden_size, dtype, residual_dtype, experts, fields
-        )
-    check_count("hidden_size", hidden_size, least=1)
-    check_dtype("dtype", dtype)
-    check_algorithm(fields["algorithm"])
-    check_width("x", hidden_size)
-    # An array would compare element by element.
-    if residual_dtype is not None and (
-        not isinstance(residual_dtype, torch.dtype) or residual_dtype not in (dtype, torch.float32)
-    ):
-        raise TypeError(
-            f"residual_dtype={residual_dtype!r}: expected None, {dtype}{_or_float32(dtype)}."
-        )
-    if not isinstance(experts, bool):
-        raise TypeError(f"experts={experts!r}: expected True or False.")
-    quant = fields["quant"]
-    shape: Any = (num_tokens, 1, hidden_size) if experts else (num_tokens, hidden_size)
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    residual = None
-    if isinstance(residual_dtype, torch.dtype):
-        residual = x.new_empty((num_tokens, hidden_size), dtype=residual_dtype)  # type: ignore[arg-type]
-    call = Call(
-        op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
-        source=ExpertSum(x) if experts else x,
-        residual=residual,
-        weight=x.new_empty(hidden_size),
-        **fields,
-    )
-    if call.post_weight is not None:
-        check_weight("post_norm.weight", call.post_weight, x)
-    check_norm_constants(call)
-    if quant is not None:
-        check_quant(quant)
-        check_hidden_size(quant, hidden_size)
-    return call
-
-
-def _check_planned_slices(
-    num_tokens: Any,
-    sizes: Sequence[Any],
-    dtype: torch.dtype,
-    residual_dtype: object,
-    experts: object,
-    fields: dict[str, Any],
-) -> Call:
-    check_dtype("dtype", dtype)
-    check_algorithm(fields["algorithm"])
-    for number, size in enumerate(sizes):
-        check_count(f"hidden_size[{number}]", size, least=1)
-        check_width(f"tensors[{number}]", size)
-    given = {**fields, "experts": experts, "residual_dtype": residual_dtype}
-    if any(given.get(name, usual) != usual for name, usual in _NOT_OF_SLICES.items()):
-        raise ValueError(
-            "several hidden sizes with a quant, a residual, a post norm, a scale or experts: "
-            "expected none, because these are the tensors of rms_norm_sharded."
-        )
-    tensors = [torch.empty((num_tokens, size), dtype=dtype, device="meta") for size in sizes]
-    slices = Slices.of(tensors, [x.new_empty(x.shape[-1]) for x in tensors], None)
-    call = Call(
-        op="rms_norm_sharded", source=tensors[0], slices=slices, algorithm=fields["algorithm"]
-    )
-    check_slices(call, tensors[0].device)
-    return call
-
-
-# Arguments of `plan` that calls of rms_norm_sharded do not have, and their defaults.
-_NOT_OF_SLICES = {
-    "quant": None,
-    "residual_sharded": False,
-    "gather": True,
-    "return_normed": False,
-    "post_norm": None,
-    "scale": 1.0,
-    "experts": False,
-    "residual_dtype": None,
-}
-_MAX_HIDDEN_SIZE = (1 << 20) - 1
+MAX_HIDDEN_SIZE = (1 << 20) - 1
 _MAX_COUNT = (1 << 63) - 1

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from allnorm.core.slices import Slices
 from allnorm.expert_sum import ExpertSum
+from allnorm.hyper_connection import HyperConnection
 from allnorm.post_norm import PostNorm
 from allnorm.quant import Fp8PerTensor, NvFp4, Quant
 
@@ -49,13 +50,20 @@ class Call:
     quantized_out: Tensor | None = None  # preallocated quantized rows
     scale_out: Tensor | None = None  # preallocated scales
     slices: Slices | None = None  # tensors of rms_norm_sharded; the first one is `source` too
+    # Coefficients of a hyper-connection; `residual` is then [..., streams, hidden_size].
+    connection: HyperConnection | None = None
 
     def __post_init__(self) -> None:
         if self.post_norm is not None and not isinstance(self.post_norm, PostNorm):
             raise TypeError(f"post_norm={self.post_norm!r}: expected an allnorm.PostNorm or None.")
+        if (
+            self.op == "all_reduce_hyper_connection"
+            and type(self.connection) is not HyperConnection
+        ):
+            raise TypeError(f"connection={self.connection!r}: expected an allnorm.HyperConnection.")
         if type(self.source) is ExpertSum and not self.has_norm:
-            names = {"all_reduce": "x", "rms_norm_sharded": "tensors[0]"}
-            name = names.get(self.op, "residual_shard")
+            names = {"all_gather_rows": "residual_shard", "rms_norm_sharded": "tensors[0]"}
+            name = names.get(self.op, "x")
             raise TypeError(f"{name} is a ExpertSum: expected a torch.Tensor.")
 
     # ---- tensors --------------------------------------------------------------------------------
@@ -91,6 +99,16 @@ class Call:
     def shared(self) -> Tensor | None:
         """The shared expert's partial sums in an ExpertSum."""
         return self.source.shared if type(self.source) is ExpertSum else None
+
+    @property
+    def post(self) -> Tensor | None:
+        """The factors of the sum in a hyper-connection."""
+        return None if self.connection is None else self.connection.post
+
+    @property
+    def mix(self) -> Tensor | None:
+        """The factors of the residual streams in a hyper-connection."""
+        return None if self.connection is None else self.connection.mix
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -180,7 +198,7 @@ class Call:
     @property
     def has_norm(self) -> bool:
         """Returns whether a sum is normed: a final norm, a post norm, or both."""
-        return self.op not in ("all_reduce", "all_gather_rows", "rms_norm_sharded")
+        return self.op.removesuffix("_quant").endswith("add_rms_norm")
 
     @property
     def has_float32_residual(self) -> bool:
@@ -207,7 +225,7 @@ class Call:
 KEYWORDS = tuple(field.name for field in dataclasses.fields(Call))
 INPUTS = (
     *("x", "residual", "weight", "static_scale"),
-    *("post_weight", "expert_index", "expert_weights", "shared"),
+    *("post_weight", "expert_index", "expert_weights", "shared", "post", "mix"),
 )
 MEMORY = ("out", "residual_out", "quantized_out", "scale_out")
 TENSORS = (*INPUTS, "prefetch", *MEMORY)
@@ -221,6 +239,7 @@ PARTS: dict[str, dict[type, dict[str, str | None]]] = {
         }
     },
     "post_norm": {PostNorm: {"weight": "post_weight", "eps": None, "weight_bias": None}},
+    "connection": {HyperConnection: {"post": "post", "mix": "mix"}},
     "quant": {
         Fp8PerTensor: {"scale": "static_scale"},
         NvFp4: {"global_scale": "static_scale", "scale_layout": None},

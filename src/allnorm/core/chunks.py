@@ -11,7 +11,7 @@ from allnorm.core.prepared_call import PreparedCall
 from allnorm.core.tensors import rows_of
 
 # Addresses in the C call that advance from chunk to chunk, and all fields that differ by chunk.
-_MOVED = ("residual", "residual_out", "out", "quantized", "scale")
+_MOVED = ("residual", "residual_out", "out", "quantized", "scale", "post", "mix")
 ROW_FIELDS = (
     *(*_MOVED, "x", "top_k"),
     *("x_stride", "num_tokens", "num_sources", "source_stride", "scale_padding_rows"),
@@ -87,6 +87,8 @@ def move_results(
         ("residual_out", residual_row, call.residual_out_stride, residual_width),
         ("out", row, call.out_stride, width),
         ("quantized", row, call.quantized_stride, 1),
+        ("post", row, call.post_stride, 4),
+        ("mix", row, call.mix_stride, 4),
     ]
     if prepared.scale is not None and prepared.scale.tiles:
         call.first_scale_row = row

@@ -18,10 +18,9 @@ from typing import Any, NoReturn
 import torch
 
 from allnorm import policy
-from allnorm.core import _native, arguments, backends, fast_call, traced
+from allnorm.core import _native, arguments, backends, checks, fast_call, traced
 from allnorm.core.call import Call, Runner
-from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_launch_b, describe
-from allnorm.core.prepared_slices import PreparedSlices, prepare
+from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_launch_b
 from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_intercepted, version_counter
 from allnorm.core.tensors import is_plain
@@ -134,13 +133,13 @@ class Dispatcher(Runner):
         self._target.check_open()
         key, prepared = self._find(call)
         if prepared is None:
-            arguments.check_alike(call, self._target.device)
+            checks.check_alike(call, self._target.device)
             plan = self._target.choose(call)
         else:
             plan = prepared.plan
         try:
             if prepared is None:
-                prepared = prepare(call, plan, self._shard(call))
+                prepared = _kind_of(call)(call, plan, self._shard(call))
                 self._keep(key, prepared)
                 memory = prepared.allocate(call)
             else:
@@ -229,6 +228,20 @@ def _key_of(call: Call) -> tuple[Any, ...]:
     return geometries, mode, in_place, tuple(map(type, constants)), signs, constants
 
 
+def _kind_of(call: Call) -> type[PreparedCall]:
+    """Returns the class of a call's prepared calls."""
+    # Imported here: most processes make no such calls.
+    if call.slices is not None:
+        from allnorm.core.prepared_slices import PreparedSlices
+
+        return PreparedSlices
+    if call.connection is not None:
+        from allnorm.core.prepared_streams import PreparedStreams
+
+        return PreparedStreams
+    return PreparedCall
+
+
 def _is(one: object, other: object) -> bool:
     return one is other
 
@@ -247,7 +260,7 @@ class Chooser:
         """Returns the plan of a call, which depends only on its geometry and constants."""
         if call.slices is not None:
             return self._plan_slices(call)
-        native = describe(call)
+        native = _kind_of(call).describe(call)
         # Only whether these tensors exist matters.
         native.out = 1 if call.return_normed else None
         native.post_weight = None if call.post_weight is None else 1
@@ -266,11 +279,12 @@ class Chooser:
             call.experts
             or call.post_weight is not None
             or call.scale != 1
-            or call.has_float32_residual,
+            or call.has_float32_residual
+            or call.connection is not None,
         )
 
     def _plan_slices(self, call: Call) -> Plan:
-        native = PreparedSlices.describe(call)
+        native = _kind_of(call).describe(call)
         rows = self._library.rows_per_chunk(
             self.traits.island_size, self._workspace_bytes, ctypes.addressof(native)
         )
@@ -303,7 +317,7 @@ class Chooser:
         """Returns the plan; raises UnsupportedError if a requested algorithm cannot run."""
         arguments.check_algorithm(call.algorithm)
         if call.slices is not None:
-            arguments.check_whole_rows(call, self.traits.world_size)
+            checks.check_whole_rows(call, self.traits.world_size)
         plan = self.plan(call)
         # With one rank there is nothing to exchange, and every algorithm gives the same results.
         if call.algorithm not in ("auto", plan.algorithm) and self.traits.world_size > 1:

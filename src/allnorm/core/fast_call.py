@@ -34,7 +34,9 @@ _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, F
 _STATIC_SCALE, _OUT = TENSORS.index("static_scale"), TENSORS.index("out")
 # Tensors that need no alignment: their width is not hidden_size, and the kernels read them element
 # by element, or not at all.
-_NARROW = frozenset({"static_scale", "scale_out", "expert_index", "expert_weights", "prefetch"})
+_NARROW = frozenset(
+    {"static_scale", "scale_out", "expert_index", "expert_weights", "post", "mix", "prefetch"}
+)
 
 
 class FastCall(NamedTuple):

@@ -118,7 +118,7 @@ def fault_error(
             words += (
                 ", but with a different eps, weight_bias, dtype of the weight or of the residual,"
             )
-            words += " format or layout of the scales, post norm or scale"
+            words += " format or layout of the scales, post norm, scale or number of streams"
     elif fault.status == _native.PEER_DIED:
         process = "its process" if watch is None else watch.describe(fault.peer)
         kind, what = PeerDiedError, f"{rank} waited for {peer}, but {process} has ended"

@@ -285,6 +285,8 @@ class _Run:
         """Runs launch B of a piece."""
         if not self._prepared.gathers:
             return self._finish_own(number, sums, x.dtype)
+        if self._call.op == _native.HYPER_CONNECTION and not self._alone:
+            return self._finish_streams(lo, hi, sums, x.dtype)
         call = self._launch_b(lo, hi, sums)
         if self._prepared.shard is not None:
             self._shard_residual(call, number, residuals, x, sums.shape[1])
@@ -311,6 +313,21 @@ class _Run:
         call = self._launch_b(0, sums.shape[1], sums)
         call.flags &= ~_native.ISLAND_SUMS
         call.scale_padding_rows = self._call.scale_padding_rows
+        return int(self._library.local(ctypes.addressof(call)))
+
+    def _finish_streams(self, lo: int, hi: int, sums: torch.Tensor, dtype: torch.dtype) -> int:
+        """Finishes a hyper-connection: launch B reduces, and the local kernel mixes streams."""
+        shape = hi - lo, self._call.hidden_size
+        reduced = self._keep(torch.empty(shape, dtype=dtype, device=sums.device))
+        call = self._launch_b(lo, hi, sums)
+        call.op, call.flags = _native.ALL_REDUCE, _native.ISLAND_SUMS
+        call.residual = call.residual_out = None
+        call.out, call.out_stride = reduced.data_ptr(), call.hidden_size
+        status = self._run(call)
+        if status != _native.OK:
+            return status
+        call = self._launch_b(lo, hi, reduced.unsqueeze(0))
+        call.flags &= ~_native.ISLAND_SUMS
         return int(self._library.local(ctypes.addressof(call)))
 
     def _pieces(self, hidden_size: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from allnorm.core.arguments import Like
 from allnorm.core.call import KEYWORDS, Call
 from allnorm.core.slices import Slices
 from allnorm.expert_sum import ExpertSum
+from allnorm.hyper_connection import HyperConnection
 from allnorm.post_norm import PostNorm
 from allnorm.quant import (
     from_op_arguments,
@@ -98,6 +99,8 @@ class Operator:
         own = {name: name for name in self.positions} | {"source": self.parameters[0].name}
         if "experts" in own:
             own |= {"source": _SOURCE, "post_norm": _POST_NORM}
+        if "post" in own:
+            own["connection"] = "HyperConnection(post, mix)"
         if self.is_quantized:
             own["quant"] = _QUANT_SPEC
         if self.takes_lists:
@@ -172,6 +175,9 @@ def result_like(call: Call, field: str, residual_rows: int | None) -> Like:
     an error message, because formatting it would specialize the graph to one number.
     """
     x = call.x
+    if call.connection is not None:
+        assert call.residual is not None
+        return Like(call.residual.shape, call.residual.dtype, x.device, "that of residual")
     if call.op == "all_gather_rows":
         source = "num_tokens rows as wide as residual_shard"
         return Like((call.num_tokens, x.shape[-1]), x.dtype, x.device, source)
@@ -216,6 +222,7 @@ _QUANT_SPEC = "from_op_arguments(quant_kind, group_size, scale_layout, scale_for
 _CLASSES = {
     "Slices": Slices,
     "ExpertSum": ExpertSum,
+    "HyperConnection": HyperConnection,
     "PostNorm": PostNorm,
     "from_op_arguments": from_op_arguments,
 }
@@ -263,7 +270,8 @@ _RARE = frozenset(parameter.name for parameter in (*_RESIDUAL_UPDATE, _PREFETCH,
 _FLOATS = ("eps", "weight_bias", "post_eps", "post_weight_bias", "scale")
 # The parameters that are fields or properties of a Call.
 _COPIED = (
-    *(name for name in KEYWORDS if name not in ("op", "source", "quant", "slices")),
+    *(name for name in KEYWORDS if name not in ("op", "source", "quant", "slices", "connection")),
+    *("post", "mix"),
     *(name for name in _RARE if name not in KEYWORDS),
 )
 _TWO = (("out", "residual_out"), "(Tensor, Tensor)")
@@ -303,6 +311,15 @@ OPERATORS = {
             ),
             ("out",),
             "Tensor[]",
+        ),
+        Operator(
+            "all_reduce_hyper_connection",
+            (
+                *(_X, Parameter("Tensor", "residual"), Parameter("Tensor", "post")),
+                *(Parameter("Tensor", "mix"), _COMM_NAME, _ALGORITHM),
+            ),
+            ("residual_out",),
+            "Tensor",
         ),
         Operator("add_rms_norm", (*_NORM, *_RESIDUAL_UPDATE), *_TWO),
         Operator("add_rms_norm_quant", (*_NORM_QUANT, *_RESIDUAL_UPDATE), *_FOUR),

@@ -32,42 +32,12 @@ _CUDA_QUANTIZED_ALIGN_BYTES = 8
 # Names of the inputs in error messages.
 _INPUT_NAMES = (
     *("x", "residual", "weight", "quant.scale"),
-    *("post_norm.weight", "index", "weights", "shared"),
+    *("post_norm.weight", "index", "weights", "shared", "post", "mix"),
 )
-_NARROW_INPUTS = ("quant.scale", "index", "weights")  # inputs whose width is not hidden_size
+# inputs whose width is not hidden_size
+_NARROW_INPUTS = ("quant.scale", "index", "weights", "post", "mix")
 _NVFP4 = _native.QUANT["nvfp4"]
 _OPS = {"all_reduce": _native.ALL_REDUCE, "all_gather_rows": _native.ALL_GATHER_ROWS}
-
-
-def describe(call: Call) -> _native.Call:
-    """Returns the C call without addresses and strides: the part that is equal on all ranks."""
-    native = _native.Call(
-        struct_bytes=ctypes.sizeof(_native.Call),
-        op=_OPS.get(call.op, _native.ADD_RMS_NORM),
-        dtype=DTYPES[call.x.dtype],
-        weight_dtype=DTYPES[(call.x if call.weight is None else call.weight).dtype],
-        num_tokens=call.rows,
-        hidden_size=call.x.shape[-1],
-    )
-    if call.has_norm:
-        native.numerics = _native.NUMERICS[call.numerics]
-        native.eps, native.weight_bias = float(call.eps), float(call.weight_bias)
-        native.flags = _flags(call)
-        native.sum_scale = float(call.scale)
-    if call.post_weight is not None:
-        native.post_weight_dtype = DTYPES[call.post_weight.dtype]
-        native.post_eps = float(call.post_eps)
-        native.post_weight_bias = float(call.post_weight_bias)
-    if call.experts:
-        native.top_k, native.num_rows = call.top_k, math.prod(call.x.shape[:-1])
-    if call.quant is not None:
-        native.quant = _native.QUANT[call.quant.kind]
-    if isinstance(call.quant, Fp8PerGroup):
-        native.group_size = call.quant.group_size
-        native.scale_format = _native.SCALE_FORMAT[call.quant.scale_format]
-    if is_swizzled(call.quant):
-        native.flags |= _native.SWIZZLED_SCALES
-    return native
 
 
 def _flags(call: Call) -> int:
@@ -141,7 +111,7 @@ class PreparedCall:
     """A call prepared for tensors of one geometry.
 
     Args:
-        call: a call that passed `arguments.check_alike`.
+        call: a call that passed `checks.check_alike`.
         plan: plan of the call.
         shard: this rank's rows (lo, hi), if rows have owners.
 
@@ -164,7 +134,7 @@ class PreparedCall:
         self.scale: ScaleGeometry | None = None
         self.repeated: Any = ""
         self._is_cuda = call.x.device.type == "cuda"
-        self.native = native = describe(call)
+        self.native = native = self.describe(call)
         native.algorithm = _native.ALGORITHM.get(plan.algorithm, 0)
         native.num_blocks, native.link_gbps = plan.num_blocks, plan.link_gbps
         native.cluster_size = plan.cluster_size
@@ -185,6 +155,37 @@ class PreparedCall:
         self.is_virtual = any(map(tensors.is_virtual, call.given))
         self._copies_inputs = self.is_virtual or any(copied for copied, _ in found)
         self.address = ctypes.addressof(native)
+
+    @staticmethod
+    def describe(call: Call) -> _native.Call:
+        """Returns the C call without addresses and strides: the part that is equal on all ranks."""
+        native = _native.Call(
+            struct_bytes=ctypes.sizeof(_native.Call),
+            op=_OPS.get(call.op, _native.ADD_RMS_NORM),
+            dtype=DTYPES[call.x.dtype],
+            weight_dtype=DTYPES[(call.x if call.weight is None else call.weight).dtype],
+            num_tokens=call.rows,
+            hidden_size=call.x.shape[-1],
+        )
+        if call.has_norm:
+            native.numerics = _native.NUMERICS[call.numerics]
+            native.eps, native.weight_bias = float(call.eps), float(call.weight_bias)
+            native.flags = _flags(call)
+            native.sum_scale = float(call.scale)
+        if call.post_weight is not None:
+            native.post_weight_dtype = DTYPES[call.post_weight.dtype]
+            native.post_eps = float(call.post_eps)
+            native.post_weight_bias = float(call.post_weight_bias)
+        if call.experts:
+            native.top_k, native.num_rows = call.top_k, math.prod(call.x.shape[:-1])
+        if call.quant is not None:
+            native.quant = _native.QUANT[call.quant.kind]
+        if isinstance(call.quant, Fp8PerGroup):
+            native.group_size = call.quant.group_size
+            native.scale_format = _native.SCALE_FORMAT[call.quant.scale_format]
+        if is_swizzled(call.quant):
+            native.flags |= _native.SWIZZLED_SCALES
+        return native
 
     # ---- what is decided once -------------------------------------------------------------------
 
@@ -322,7 +323,7 @@ class PreparedCall:
             native.stream = current_raw_stream(call.x.device.index)
         inputs = self._readable(call)
         x, residual, weight, static_scale, post_weight, index, weights, shared = map(
-            address_of, inputs
+            address_of, inputs[:8]
         )
         out, residual_out = address_of(memory.get("out")), address_of(memory.get("residual_out"))
         # A tensor without rows has the address 0, but NULL means that a tensor is absent. Any other

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from allnorm.core import _native, arguments, tensors
+from allnorm.core import _native, arguments, checks, tensors
 from allnorm.core.arguments import DTYPES, Like
 from allnorm.core.call import Call
 from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall, Result, address_of
@@ -18,8 +18,8 @@ from allnorm.policy import Plan
 class PreparedSlices(PreparedCall):
     """A call of rms_norm_sharded, prepared for tensors of one geometry: see PreparedCall."""
 
-    def __init__(self, call: Call, plan: Plan) -> None:
-        arguments.check_own_slices(call)
+    def __init__(self, call: Call, plan: Plan, shard: tuple[int, int] | None = None) -> None:
+        checks.check_own_slices(call)
         slices = call.slices
         assert slices is not None
         self.plan, self.shard, self.op = plan, None, call.op
@@ -137,8 +137,3 @@ class PreparedSlices(PreparedCall):
     def repeatable(self, call: Call, memory: Memory) -> None:
         """Returns None: csrc/python does not repeat calls with lists of tensors."""
         return
-
-
-def prepare(call: Call, plan: Plan, shard: tuple[int, int] | None) -> PreparedCall:
-    """Returns the prepared call of a checked call; see PreparedCall."""
-    return PreparedCall(call, plan, shard) if call.slices is None else PreparedSlices(call, plan)

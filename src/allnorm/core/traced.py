@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from allnorm.core import arguments, operators, tensors
+from allnorm.core import arguments, checks, operators, tensors
 from allnorm.core.call import TENSORS, Call, Runner
 from allnorm.core.shards import row_shard
 from allnorm.core.slices import Slices
@@ -41,6 +41,8 @@ class Operators(Runner):
         if call.slices is not None:
             return self._run_slices(call, call.slices)
         tensors.check_all_fake(x=call.x, residual=call.residual, weight=call.weight)
+        if call.connection is not None:
+            tensors.check_all_fake(x=call.x, post=call.post, mix=call.mix)
         fields, rows = operators.results_of(call.op), None
         if call.residual_sharded:
             num_tokens = math.prod(call.shape[:-1])
@@ -54,7 +56,7 @@ class Operators(Runner):
         given = operators.arguments(call, self._name, rows if call.residual is None else None)
         results = getattr(torch.ops.allnorm, call.op)(*given)
         if len(fields) == 1:
-            return _into(call.out, results)
+            return _into(getattr(call, fields[0]), results)
         return tuple(
             _into(getattr(call, field), result)
             if operators.has_result(call, field)
@@ -63,7 +65,7 @@ class Operators(Runner):
         )
 
     def _run_slices(self, call: Call, slices: Slices) -> list[_Tensor]:
-        arguments.check_whole_rows(call, self._world_size)
+        checks.check_whole_rows(call, self._world_size)
         tensors.check_all_fake(**{str(number): x for number, x in enumerate(slices.given)})
         outs = slices.outs or (None,) * len(slices.tensors)
         for number, (x, out) in enumerate(zip(slices.tensors, outs, strict=True)):
@@ -88,6 +90,8 @@ def check_intercepted(call: Call) -> None:
     if call.slices is not None:
         for number, tensor in enumerate(call.slices.tensors):
             tensors.check_kind(f"tensors[{number}]", tensor)
+    if call.connection is not None:
+        checks.check_stream_kinds(call)
     if call.has_norm or call.slices is not None:
         arguments.check_norm_constants(call)
     if call.has_norm:

@@ -45,7 +45,7 @@ def _packs(variant: Variant) -> tuple[int, int, int, int]:
         "owned_given": (peers, 0, 1, 1),
         # The sums of eight ranks are polled, and their slot is cleared, as two packs.
         "slices": (0, 1, 1, 2),
-    }[variant.kind]
+    }[variant.kind.removeprefix("streams_")]
 
 
 def _groups(variant: Variant) -> list[int]:

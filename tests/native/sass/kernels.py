@@ -40,6 +40,7 @@ _FUNCTIONS = {
     "WideRows": "wide_rows_kernel",
     "Slices": "slices_kernel",
     "LocalSlices": "local_slices_kernel",
+    "LocalStreams": "local_streams_kernel",
 }
 
 
@@ -73,6 +74,11 @@ class Variant:
     def exchanges_sums(self) -> bool:
         """Returns whether the kernel exchanges sums of squares instead of rows."""
         return self.kind == "slices"
+
+    @property
+    def mixes_streams(self) -> bool:
+        """Returns whether the kernel mixes residual streams; its traffic is that of a sum."""
+        return self.kind.startswith("streams_")
 
     @property
     def is_wide(self) -> bool:
@@ -121,7 +127,7 @@ class Variant:
             "owned_sum_few": (2 + peers, ranks + 1),
             "owned_finished": (2 + peers, ranks + 1),
             "owned_given": (peers, 1),
-        }[self.kind]
+        }[self.kind.removeprefix("streams_")]
         return self._with_service(Counter({16: wide[0]}), Counter({16: wide[1]}))
 
     def _with_service(self, pushes: Counter[int], polls: Counter[int]) -> Traffic:
@@ -149,7 +155,7 @@ class Variant:
         many ranks, for extended formats or finished float32 rows. `one_shot_dense` trades registers
         for two blocks per SM, and is not chosen for more than two ranks.
         """
-        if self.exchanges_sums or self.kind == "local_slices":
+        if self.exchanges_sums or self.mixes_streams or self.kind == "local_slices":
             return 0
         if self.kind == "two_shot":
             return 32 if self.most_ranks > 4 and self.quantized and self.extended else 0
@@ -186,7 +192,19 @@ def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, .
             (world_size,) = _ranks(rest[0], dtype)
             yield (function, dtype), Variant(name, dtype, world_size, quantized=False)
         return
-    ranks = rest.pop(0) if entry in ("Fused", "Owned", "WideRows") else "k1"
+    if entry == "LocalStreams":
+        for dtype in DTYPES:
+            yield (_FUNCTIONS[entry], dtype), Variant("local_streams", dtype, 1, quantized=False)
+        return
+    ranks = rest.pop(0) if entry in ("Fused", "Streams", "Owned", "WideRows") else "k1"
+    if entry == "Streams":
+        rest.pop()  # the formats, which are no argument
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
+        for dtype in DTYPES:
+            for world_size in _ranks(ranks, dtype):
+                key = (_FUNCTIONS["Fused"], dtype, str(world_size), *rest)
+                yield key, Variant(name, dtype, world_size, quantized=False)
+        return
     formats = _FORMATS[rest.pop() if rest[-1] == "OnlyPlain" else rest[-1]]
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
     for dtype in DTYPES:
@@ -223,13 +241,16 @@ def instantiation(variant: Variant) -> str:
     """Returns the declaration of a kernel, for an explicit instantiation in namespace allnorm."""
     function, *arguments = next(key for key, found in _table().items() if found == variant)
     entry = next(entry for entry, name in _FUNCTIONS.items() if name == function)
+    if variant.mixes_streams:
+        entry = "Streams"
     if entry.endswith("Slices"):
         return f"{function}<{entry}Kernel<{arguments[0]}>>(const __grid_constant__ SlicesParams)"
     kernel = {"Local": "LocalRows"}.get(entry, entry)
-    params = {"Owned": "OwnedRows", "AnyRows": "Local", "WideRows": "Fused"}.get(entry, entry)
+    params = {"Owned": "OwnedRows", "AnyRows": "Local", "WideRows": "Fused"}
+    params |= {"Streams": "Fused", "LocalStreams": "Local"}
     return (
         f"{function}<{kernel}Kernel<{', '.join(arguments)}>>"
-        f"(const __grid_constant__ {params}Params)"
+        f"(const __grid_constant__ {params.get(entry, entry)}Params)"
     )
 
 

@@ -180,10 +180,15 @@ def case_for(variant: Variant, cpu: str) -> Case:
     return Case("-".join(traits(variant)), cpu, ranks, calls)
 
 
+def is_emulated(variant: Variant) -> bool:
+    """Returns whether cases run a kernel. Those of slices and streams are only compiled."""
+    return not variant.kind.endswith(("slices", "local_streams")) and not variant.mixes_streams
+
+
 def all_kernels(cpu: str) -> Iterator[Case]:
-    """Yields a case for every kernel but those of rms_norm_sharded, which are only compiled."""
+    """Yields a case for every kernel that is emulated."""
     for variant in sorted(all_variants(wide=True), key=traits):
-        if not variant.kind.endswith("slices"):
+        if is_emulated(variant):
             yield case_for(variant, cpu)
 
 

@@ -7,7 +7,7 @@ import pytest
 from native.sass.kernels import all_variants, traits
 
 from .calls import Call, Group
-from .cases import GFX942, SHORT, Case, all_kernels
+from .cases import GFX942, SHORT, Case, all_kernels, is_emulated
 from .machine import Settings
 
 TIMEOUT, DIVERGED, PEER_DIED = 3, 4, 7  # AllnormStatus
@@ -78,6 +78,6 @@ def test_equal_seeds_give_equal_runs() -> None:
 
 def test_every_kernel_has_a_case() -> None:
     cases = list(all_kernels(GFX942))
-    emulated = [v for v in all_variants(wide=True) if not v.kind.endswith("slices")]
+    emulated = filter(is_emulated, all_variants(wide=True))
     names = {"-".join(traits(variant)) for variant in emulated}
     assert {case.name for case in cases} == names

@@ -1,0 +1,182 @@
+// Tests the kernels of all_reduce_hyper_connection on simulated GPUs (tests/shim), bit for bit
+// against the numerics page. Covers every dtype of x and of the residual, 2 to 8 streams, both
+// algorithms, world sizes 2 to 8, and values that a transport could confuse with its empty word.
+#include <string>
+#include <vector>
+
+#include "tests/cuda_ranks.h"
+#include "tests/streams.h"
+
+namespace allnorm {
+namespace {
+
+using namespace testing;  // NOLINT: a test
+
+template <class Function>
+void at_dtype(int dtype, const Function& function) {
+  if (dtype == ALLNORM_FLOAT32) return function(Float32());
+  if (dtype == ALLNORM_FLOAT16) return function(Float16());
+  function(Bfloat16());
+}
+
+KernelKind kind_of_streams(const AllnormCall& call, int world_size, bool dense) {
+  if (call.algorithm == ALLNORM_TWO_SHOT) return KernelKind::kStreamsTwoShot;
+  const bool few = call.num_streams <= kFewStreams && !has_float32_residual(call);
+  return dense && few && world_size == 2 ? KernelKind::kStreamsOneShotDense
+                                         : KernelKind::kStreamsOneShot;
+}
+
+// Enqueues a rank's launches of a call. Returns their number: some calls are split in two.
+int launch_streams(shim::Machine& machine, const AllnormCommConfig& config, StreamCall& of,
+                   AllnormFault* fault, uint64_t seed) {
+  const AllnormCall call = of.of_rank(config.rank);
+  const int64_t cut =
+      call.num_tokens > 2 && call.num_tokens % 3 == 0 ? call.num_tokens / 2 : call.num_tokens;
+  int launches = 0;
+  for (int64_t first = 0; first < call.num_tokens; ++launches) {
+    const int64_t count = first == 0 ? cut : call.num_tokens - first;
+    const FusedParams params = fused_params(config, call, first, count, fault);
+    Random random(seed + static_cast<uint64_t>(config.rank));
+    const int least = least_blocks(params.packs);
+    const int cluster_size = std::min(kMaxClusterSize, least << random.below(2));
+    const auto blocks = static_cast<int>(cluster_size * (2 + random.below(4)));
+    const bool dense = random.below(2) == 0;
+    machine.launch(
+        config.rank,
+        {.num_blocks = static_cast<uint32_t>(choose_num_blocks(count, cluster_size, blocks, 1)),
+         .num_threads = static_cast<uint32_t>(threads_of(params.packs, cluster_size)),
+         .cluster_size = static_cast<uint32_t>(cluster_size),
+         .kernel = [params, call, dense] {
+           at_dtype(call.dtype, [&]<class T>(T) {
+             const void* const kernel =
+                 find_kernel<T>({.kind = kind_of_streams(call, params.world_size, dense),
+                                 .world_size = params.world_size,
+                                 .format = RowFormat::kPlain,
+                                 .needs = kBasic});
+             reinterpret_cast<void (*)(FusedParams)>(const_cast<void*>(kernel))(params);
+           });
+         }});
+    first += count;
+  }
+  return launches;
+}
+
+int64_t random_width(Random& random) {
+  static constexpr int64_t kWidths[] = {8, 64, 264, 520, 1024};
+  return kWidths[random.below(5)];
+}
+
+void test_fused(int world_size, uint64_t seed, int num_calls, uint32_t first_op) {
+  Random random(seed);
+  std::vector<StreamCall> calls;
+  for (int i = 0; i < num_calls; ++i) {
+    calls.push_back(make_streams(random, world_size, static_cast<int>(random.below(3)),
+                                 1 + random.below(6), random_width(random), true));
+  }
+  FiberGroup group(world_size, first_op, /*timeout_ns=*/int64_t{1} << 60);
+  shim::Machine machine(world_size, seed, static_cast<shim::Schedule>(seed % shim::kSchedules));
+  group.share_with(machine);
+  uint32_t next_op = first_op;
+  for (StreamCall& call : calls) {
+    int launches = 0;
+    for (int rank = 0; rank < world_size; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      launches = launch_streams(machine, group.configs[r], call, &group.faults[r], random.next());
+    }
+    next_op += static_cast<uint32_t>(launches);
+  }
+  run_to_end(machine, "streams", seed);
+  for (const StreamCall& call : calls) {
+    for (int rank = 0; rank < world_size; ++rank) call.compare(rank, "fused", seed);
+  }
+  group.check_at_rest(next_op);
+}
+
+TEST(fused_streams) {
+  const uint64_t seeds = shim::watched() ? 2 : 4;
+  for (uint64_t seed = 1; seed <= seeds; ++seed) {
+    test_fused(2, seed, 8, seed == 1 ? 0xfffffffdu : 0x7ffffffdu);
+    test_fused(3, seed, 4, static_cast<uint32_t>(seed));
+  }
+  test_fused(4, 1, 4, 0);
+  test_fused(5, 2, 3, 0xffffffffu);
+  test_fused(8, 3, 3, 0);
+}
+
+// A rank that fails in an operation sends no rows. Its peer's wait ends at the deadline, and both
+// have NaN in every stream.
+TEST(a_failed_rank_sends_nothing) {
+  for (const uint32_t failed_op : {0u, 1u}) {
+    Random random(failed_op + 1);
+    FiberGroup group(2, 0, /*timeout_ns=*/1'000'000);
+    shim::Machine machine(2, failed_op + 1);
+    group.share_with(machine);
+    std::vector<StreamCall> calls;
+    for (int i = 0; i < 3; ++i) {
+      calls.push_back(make_streams(random, 2, ALLNORM_BFLOAT16, 2, 64, true));
+      calls.back().call.algorithm = ALLNORM_ONE_SHOT;
+    }
+    group.fail_in(0, failed_op);
+    for (StreamCall& call : calls) {
+      for (size_t rank = 0; rank < 2; ++rank) {
+        launch_streams(machine, group.configs[rank], call, &group.faults[rank], rank);
+      }
+    }
+    run_to_end(machine, "failure", failed_op);
+    check(group.faults[1].status != ALLNORM_OK, "rank 1 has not failed");
+    for (size_t i = 0; i < calls.size(); ++i) {
+      const Matrix& out = calls[i].residual_out[1];
+      for (int rank = 0; rank < 2; ++rank) calls[i].compare(rank, "failure", i, /*or_nan=*/true);
+      for (int64_t row = 0; row < out.rows && i >= failed_op; ++row) {
+        for (int64_t column = 0; column < out.columns; ++column) {
+          const float value = to_float(out.dtype, out.bits(row, column));
+          if (!check(value != value, "operation %zu: rank 1 has a result", i)) return;
+        }
+      }
+    }
+  }
+}
+
+void test_local(int dtype, uint64_t seed) {
+  Random random(seed);
+  const bool aligned = random.below(2) == 0;
+  const auto sources = static_cast<int>(1 + random.below(4));
+  const int64_t width = aligned ? random_width(random) : 1 + random.below(1500);
+  const int64_t tokens = 1 + random.below(4);
+  StreamCall of = make_streams(random, sources, dtype, tokens, width, aligned);
+  // One matrix that holds the partials of all ranks, one below the other.
+  Matrix stacked(dtype, sources * tokens, width, aligned ? 8 : 3);
+  for (int64_t row = 0; row < stacked.rows; ++row) {
+    set_row(stacked, row, row_of(of.x[static_cast<size_t>(row / tokens)], row % tokens));
+  }
+  AllnormCall call = of.of_rank(0);
+  call.x = stacked.data();
+  call.x_stride = stacked.stride;
+  call.source_stride = tokens * stacked.stride;
+  call.num_sources = sources;
+  const int64_t elems = dtype == ALLNORM_FLOAT32 ? 4 : 8;
+  LocalParams params = {.x = x_params(call, 0),
+                        .epilogue = epilogue_params(call, 0, 0, {}),
+                        .source_stride_bytes = call.source_stride * testing::element_bytes(dtype),
+                        .num_tokens = tokens,
+                        .num_sources = sources,
+                        .packs = static_cast<int32_t>((width + elems - 1) / elems),
+                        .experts = {}};
+  params.epilogue.streams.aligned = aligned;
+  shim::Machine machine(1, seed);
+  machine.launch(0, {.num_blocks = 2, .num_threads = 64, .kernel = [params, dtype] {
+                       at_dtype(dtype, [&]<class T>(T) {
+                         local_streams_kernel<LocalStreamsKernel<T>>(params);
+                       });
+                     }});
+  check(machine.run(1'000'000), "the local kernel does not end");
+  of.compare(0, "local", seed);
+}
+
+TEST(local_streams) {
+  const uint64_t seeds = shim::watched() ? 6 : 18;
+  for (uint64_t seed = 0; seed < seeds; ++seed) test_local(static_cast<int>(seed % 3), seed);
+}
+
+}  // namespace
+}  // namespace allnorm
