@@ -214,6 +214,8 @@ VALUES: dict[str, tuple[str, dict[str, object], str, str]] = {
     "sharded": ("algorithm", {"sharded": True}, "two_shot with a sharded residual", "two_shot"),
     "op": ("op", {"quant": None}, "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_quant"),
 }
+# Values that CallTags contain only as a hash.
+HASHED = frozenset(list(VALUES)[:6])
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -230,9 +232,11 @@ def test_errors_name_the_values_that_differ(rank: int, world_size: int, what: st
                 case.but(**change).check(c)
             with pytest.raises(allnorm.PeerDivergedError) as caught:
                 run_and_check(c, lambda c=c: mine.run(c))
-            assert f"{name} is {own} on rank {rank} and {other} on rank {1 - rank}" in str(
-                caught.value
-            )
+            words = f"{name} is {own} on rank {rank} and {other} on rank {1 - rank}"
+            if repeats and c.device.type == "cuda" and what in HASHED:
+                # The fault may be of either prepared call, and each rank reports both values.
+                words = "but with a different eps, weight_bias, dtype of the weight or of the"
+            assert words in str(caught.value), str(caught.value)
             with pytest.raises(allnorm.PeerDivergedError) as again:
                 c.check()
             assert str(again.value) == str(caught.value)
@@ -384,6 +388,8 @@ def test_unfused_calls_between_machines(rank: int, world_size: int) -> None:
         case.run(c)
     assert type(caught.value) is allnorm.PeerTimeoutError
     assert caught.value.peer == 1 or rank != 0
+    assert "all_reduce_add_rms_norm of 5x512" in caught.value.expected
+    assert caught.value.expected in str(caught.value)
     with pytest.raises(allnorm.PeerTimeoutError):
         c.check()
     dist.barrier()

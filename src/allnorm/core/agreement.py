@@ -28,6 +28,7 @@ def agree(prepared: PreparedCall, channel: Channel, waits: Waits) -> None:
 def _agree(mine: Announcement, channel: Channel, waits: Waits) -> None:
     """Raises on every rank unless all announce the same call. Collective."""
     words = mine.words
+    channel.announced = mine
     announced = [Announcement(tuple(theirs)) for theirs in channel.gather(words, waits)]
     others = [rank for rank, other in enumerate(announced) if other != mine]
     if not others:

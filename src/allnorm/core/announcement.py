@@ -162,12 +162,6 @@ class Announcement:
         """Returns the word that holds a field, given its name in FIELDS."""
         return self.words[FIELDS.index(field)]
 
-    @classmethod
-    def of_words(cls, words: Sequence[int]) -> Announcement | None:
-        """Returns the announcement with these words; None if they do not announce a call."""
-        is_call = words[0] in (ctypes.sizeof(_native.Call), _REFUSED)
-        return cls(tuple(words)) if is_call else None
-
     @property
     def is_refusal(self) -> bool:
         """Returns whether the rank refuses its call."""

@@ -179,7 +179,6 @@ class _LibraryChannel(Channel):
 
     def gather(self, words: Sequence[int], waits: Waits) -> list[list[int]]:
         self._own[:] = list(words)
-        self.announced = Announcement.of_words(words)
         self.launches += 1
         self.notes.enter(self._everyone)
         status = self._library.run(self._handle, ctypes.addressof(self._call))

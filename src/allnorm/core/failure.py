@@ -86,6 +86,8 @@ class Failure:
         self._prepared_calls, self._abandon = prepared_calls, abandon
         # Accounts, by this rank and its peer, of the calls in which they diverged.
         self._accounts: tuple[faults.Account, faults.Account] | None = None
+        # The call through the process group in which this rank has given up.
+        self._given_up: Announcement | None = None
         # Creates the error of every call after this rank has given up.
         self._error: Callable[[], PeerTimeoutError] | None = None
 
@@ -178,6 +180,8 @@ class Failure:
             The error to raise; None: `error` itself, which concerns only this rank.
         """
         cause = self._cause_of(error)
+        if self._opened.channel is not None:
+            self._given_up = self._opened.channel.announced
         if cause is None:
             self.end_with(Cause(self.rank, INTERRUPTED, text_of(error)))
             return None
@@ -246,6 +250,9 @@ class Failure:
                 text = f"{own} was interrupted by an exception in {what}{details}"
             if cause.kind == CROSSED:
                 text = f"two threads of {own}{_CROSSED}"
+        call = what if self._given_up is None else str(self._given_up)
+        if self._given_up is not None:
+            text += f". Expected {call}"
         kind = _ERRORS.get(cause.kind, PeerTimeoutError)
         if cause.rank == self.rank:
             kind = PeerTimeoutError
@@ -254,7 +261,7 @@ class Failure:
             "make a new Communicator over healthy ranks.",
             rank=self.rank,
             peer=cause.rank,
-            expected=what,
+            expected=call,
         )
 
     # ---- faults that the library has recorded -----------------------------------------------
