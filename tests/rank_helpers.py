@@ -140,7 +140,8 @@ def used_communicator(
 ) -> allnorm.Communicator:
     """Returns a communicator that has run these calls.
 
-    On a busy machine a call, or the constructor, may exceed a short timeout. If one does, every rank tries again.
+    On a busy machine a call, or the constructor, may exceed a short timeout. If one does, every
+    rank tries again.
     """
     for _ in range(5):
         c, in_time = None, False
