@@ -62,8 +62,8 @@ int launch_streams(shim::Machine& machine, const AllnormCommConfig& config, Stre
 }
 
 int64_t random_width(Random& random) {
-  static constexpr int64_t kWidths[] = {8, 64, 264, 520, 1024};
-  return kWidths[random.below(5)];
+  static constexpr int64_t kWidths[] = {8, 64, 264, 520};
+  return kWidths[random.below(4)];
 }
 
 void test_fused(int world_size, uint64_t seed, int num_calls, uint32_t first_op) {
@@ -93,11 +93,14 @@ void test_fused(int world_size, uint64_t seed, int num_calls, uint32_t first_op)
 }
 
 TEST(fused_streams) {
-  const uint64_t seeds = shim::watched() ? 2 : 4;
+  const uint64_t seeds = shim::watched() ? 2 : 5;
   for (uint64_t seed = 1; seed <= seeds; ++seed) {
-    test_fused(2, seed, 8, seed == 1 ? 0xfffffffdu : 0x7ffffffdu);
-    test_fused(3, seed, 4, static_cast<uint32_t>(seed));
+    // ThreadSanitizer has no memory for the threads of more calls.
+    const int num_calls = shim::watched() ? 3 : 6;
+    test_fused(2, seed, num_calls, seed == 1 ? 0xfffffffdu : 0x7ffffffdu);
+    test_fused(3, seed, num_calls / 2, static_cast<uint32_t>(seed));
   }
+  if (shim::watched()) return;
   test_fused(4, 1, 4, 0);
   test_fused(5, 2, 3, 0xffffffffu);
   test_fused(8, 3, 3, 0);

@@ -13,7 +13,7 @@ NOT_EMPTY = "a slot is not empty"
 WRONG_NUMBERS = "wrong numbers"
 FAULT = "FAILED: fault"
 SEEN = ": expected\n"
-SLICES = "FAILED: fused, seed"
+SLICES = STREAMS = "FAILED: fused, seed"
 Build = Literal["plain", "thread"]
 
 
@@ -106,6 +106,8 @@ FAULTS = (
     _wrong("chunks_of_units_read_early", SLICES, test="cuda_slices_test"),
     _wrong("total_read_early", SLICES, test="cuda_slices_test"),
     _races("one_buffer_of_unit_sums", RACE, SLICES, test="cuda_slices_test"),
+    # Residual streams.
+    _wrong("mix_transposed", STREAMS, test="cuda_streams_test"),
     # Schedules.
     _wrong("next_row_not_sent", HANGS),
     _wrong("turns_do_not_add_up", "ns after it is due", test="cuda_pace_test"),
