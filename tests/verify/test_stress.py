@@ -184,6 +184,8 @@ def test_graphs_use_different_rows_in_each_replay(rank: int, world_size: int) ->
         Case((5, 512), residual=False),
         Case((5, 512), sharded=True, float32_weight=True),
         Case((2, 512), torch.float32, quant=allnorm.Fp8PerGroup(64), return_normed=True),
+        Case((5, 512), torch.float16, sharded=True, gather=False, float32_residual=True),
+        Case((3, 512), op="rms_norm_sharded", numerics="vllm"),
     ]
     wrong = []
     with allnorm.Communicator(device=device()) as first, allnorm.Communicator(device=device()) as c:
@@ -210,7 +212,7 @@ def test_graphs_use_different_rows_in_each_replay(rank: int, world_size: int) ->
             wrong += [int(one.wrong()) for one in called]
         called[3].row += 1
         assert int(called[3].wrong()) > 0, "results of a different row must differ"
-    assert wrong == [0] * 48
+    assert wrong == [0] * 72
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -218,6 +220,16 @@ def test_repeated_shapes_pass(rank: int, world_size: int) -> None:
     found = run(soak.repeat_shapes, stress=0, shapes=((1, 4096), (64, 120)), repeat=70)
     assert found["failures"] == 0, found["details"]
     assert found["cases"] == 2 * 2 * 70
+
+
+def test_soaks_draw_slices_own_rows_and_float32_residuals() -> None:
+    cases = Cases(random.Random(1), torch.device("cpu"), 1 << 17)
+    kinds = [cases.draw() for _ in range(100)]
+    assert sum(kind.sharded and not kind.gather for kind in kinds) > 5
+    assert sum(kind.float32_residual for kind in kinds) > 5
+    slices = [cases.draw_slices() for _ in range(100)]
+    assert {kind.op for kind in slices} == {"rms_norm_sharded"}
+    assert {kind.algorithm for kind in slices} == {"auto", "one_shot", "unfused"}
 
 
 @on(cpu=(2,))
@@ -240,6 +252,13 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
         assert same_bits(tape.residual, tapes[0].residual)
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert not (tapes[a].x == tapes[b].x).all(1).any(), "two ranks have an equal row"
+    slices, gains = (
+        [tape.x.split([384, 128], -1) for tape in tapes],
+        tapes[0].weight.split([384, 128]),
+    )
+    normed = allnorm.reference.rms_norm_sharded(slices, [gains] * 3, 1e-6, 0.5)
+    kind = Case((7, 512), dtype, weight_bias=0.5, op="rms_norm_sharded")
+    assert same_bits(tapes[1].expected(kind)["normed"], torch.cat(normed[1], -1))
     kind = Case((7, 512), dtype, quant=allnorm.Fp8PerGroup(128), numerics="vllm")
     known, rows = tapes[1].expected(kind), slice(11, 18)
     wanted = allnorm.reference.all_reduce_add_rms_norm_quant(

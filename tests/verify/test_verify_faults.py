@@ -25,7 +25,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "world_size", "island_size"),
     [
-        pytest.param(("another",), 2, 0, id="divergences"),
+        pytest.param(("op: ", "tokens", "eps", "own", "another"), 2, 0, id="divergences"),
         pytest.param(("comes", "SIGSTOP"), 3, 0, id="absences"),
         pytest.param(("killed",), 3, 0, id="kills"),
         pytest.param(("exits",), 3, 0, id="exits", marks=pytest.mark.slow),
@@ -39,6 +39,7 @@ def test_faults_are_noticed_and_named(
 ) -> None:
     rows = faults.run(world_size, "cpu", 0.7, words, island_size=island_size)
     assert len(rows) >= (4 if island_size else 3)
+    assert all(any(word in row["fault"] for row in rows) for word in words), "a word fits no fault"
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
         assert f"names rank {world_size - 1}" in row["saw"]
@@ -50,7 +51,7 @@ def test_faults_are_noticed_and_named(
 @pytest.mark.world_size(2)
 @pytest.mark.usefixtures("patience")
 def test_faults_on_gpus() -> None:
-    rows = faults.run(2, "cuda", 1.0, ("another", "never", "killed"))
+    rows = faults.run(2, "cuda", 1.0, ("different", "others", "never", "killed"))
     assert len(rows) > 30
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
@@ -99,8 +100,19 @@ def test_every_fault_applies_to_some_call() -> None:
     for name in names:
         for calls in (faults.ALGORITHMS, faults.CALLS_BETWEEN_ISLANDS):
             assert any(faults.applies(name, call) for call in calls.values()), name
-    for name in set(names) - {"groups of 64", "different scale_format", "not quantized"}:
+    elsewhere = {"groups of 64", "different scale_format", "not quantized", "own rows, others all"}
+    for name in set(names) - elsewhere:
         assert faults.applies(name, faults.ALGORITHMS["two_shot"]), name
+
+
+def test_every_kind_of_call_fails_in_some_way() -> None:
+    names = [*faults.DIVERGENCES, *faults.ABSENCES, *faults.DEATHS]
+    for calls in (faults.ALGORITHMS, faults.CALLS_BETWEEN_ISLANDS):
+        for kind, call in calls.items():
+            assert sum(faults.applies(name, call) for name in names) >= 9, kind
+    waits = [*faults.ABSENCES, "killed between its calls"]
+    for kind in ("own rows", "slices"):
+        assert all(faults.applies(name, faults.ALGORITHMS[kind]) for name in waits)
 
 
 def test_problems_set_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

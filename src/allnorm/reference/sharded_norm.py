@@ -52,21 +52,37 @@ def rms_norm_sharded(
     results: list[list[Tensor]] = [[] for _ in tensors]
     for i in range(len(tensors[0])):
         slices = [rank[i] for rank in tensors]
-        pack = _PACK_BYTES // slices[0].element_size()
-        sums = [square_sum(x.float(), pack) for x in slices]
-        total = sums[0]
-        for each in sums[1:]:
-            total = total + each
-        count = float32(slices[0].shape[-1] * len(slices), total)
-        rstd = (float32(1.0, total) / sqrt(total / count + float32(eps, total))).unsqueeze(-1)
+        total = sum_of_squares(slices[0])
+        for x in slices[1:]:
+            total = total + sum_of_squares(x)
         for rank, x in enumerate(slices):
-            y = x.float() * rstd
-            if mode in ("transformers", "vllm"):
-                y = new_tensor(y, x.dtype).float()
-            gains = float32(weight_bias, total) + weights[rank][i].float()
-            normed = new_tensor(y * gains, x.dtype)
+            gains = weights[rank][i]
+            normed = normed_slice(x, total, len(slices), gains, eps, weight_bias, mode)
             results[rank].append(normed if out is None else out[rank][i].copy_(normed))
     return results
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Returns a rank's sum of squares of each row, float32."""
+    return square_sum(x.float(), _PACK_BYTES // x.element_size())
+
+
+def normed_slice(
+    x: Tensor,
+    total: Tensor,
+    world_size: int,
+    weight: Tensor,
+    eps: float,
+    weight_bias: float,
+    numerics: str,
+) -> Tensor:
+    """Returns a rank's slice, normed by the sums of squares of all ranks' slices (`total`)."""
+    count = float32(x.shape[-1] * world_size, total)
+    rstd = (float32(1.0, total) / sqrt(total / count + float32(eps, total))).unsqueeze(-1)
+    y = x.float() * rstd
+    if numerics in ("transformers", "vllm"):
+        y = new_tensor(y, x.dtype).float()
+    return new_tensor(y * (float32(weight_bias, total) + weight.float()), x.dtype)
 
 
 def _check(tensors: Sequence[Sequence[Tensor]], weights: Sequence[Sequence[Tensor]]) -> None:

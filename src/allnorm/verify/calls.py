@@ -22,7 +22,7 @@ from allnorm.quant import Quant, empty_scale, quantized_dtype
 from allnorm.testing import DTYPES, gather
 from allnorm.testing.bits import as_integers
 from allnorm.testing.rank import device
-from allnorm.verify.case import VALUES, Case, Experts, Layout, Memory, rows_of
+from allnorm.verify.case import VALUES, Case, Experts, Layout, Memory, rows_of, slice_sizes
 
 EPS = 1e-5
 SCALE_NAMES = (
@@ -326,14 +326,29 @@ class Cases:
             second_norm=self._rng.random() < 0.7,
             experts=self._deal("experts", _NO_EXPERTS + EXPERTS),
             float32_residual=self._rng.random() < 0.25,
+            gather=self._rng.random() < 0.6,
         ).possible()
+
+    def draw_slices(self) -> Case:
+        """Draws a call of `rms_norm_sharded` with ordinary values."""
+        algorithms = [a for a in self._algorithms if a not in ("two_shot", "hierarchical")]
+        case = self.draw()
+        return Case(
+            case.shape,
+            case.dtype,
+            float32_weight=case.float32_weight,
+            weight_bias=case.weight_bias,
+            eps=case.eps,
+            numerics=case.numerics,
+            algorithm=self._deal("algorithm of slices", algorithms),
+            op="rms_norm_sharded",
+        )
 
     def draw_any(self) -> Case:
         """Draws a call with any values, shape and memory."""
         case = self.draw().but(
             kind=self._deal("kind", ("normal",) * 10 + VALUES),
             call=self._rng.randrange(1000),
-            gather=self._rng.random() < 0.6,
             memory=Memory(
                 x=self._layout(),
                 residual=self._layout(),
@@ -414,6 +429,11 @@ def algorithms(case: Case, comms: Sequence[allnorm.Communicator]) -> set[str]:
 
 def _algorithm(case: Case, comm: allnorm.Communicator) -> str:
     try:
+        if case.op == "rms_norm_sharded":
+            sizes = slice_sizes(case.hidden_size)
+            return comm.plan(
+                *(case.num_tokens, sizes, case.dtype), algorithm=case.algorithm
+            ).algorithm
         plan = comm.plan(
             *(case.num_tokens, case.hidden_size, case.dtype, case.quant, case.sharded),
             return_normed=case.return_normed and case.quant is not None,

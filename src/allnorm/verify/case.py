@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,6 +13,7 @@ import allnorm
 from allnorm import reference
 from allnorm.names import SWIZZLED
 from allnorm.quant import Quant, scale_geometry, swizzled_rows
+from allnorm.reference.sharded_norm import normed_slice, sum_of_squares
 from allnorm.reference.shards import split_rows
 from allnorm.testing import (
     SPECIAL_KINDS,
@@ -146,7 +148,8 @@ class Case:
     second_norm: bool = True  # whether there is a norm after the residual add
     # Returns the ExpertSum of a rank, which replaces `x`.
     experts: Callable[[Case, int], allnorm.ExpertSum] | None = None
-    # "norm", "all_reduce", "all_gather_rows", or "local": the norm of rank 0's rows, on one rank
+    # "norm", "all_reduce", "all_gather_rows", "rms_norm_sharded" of the slices that `slice_sizes`
+    # cuts the columns of `x` into, or "local": the norm of rank 0's rows, on one rank
     op: str = "norm"
     # Elements to overwrite, each as (tensor, index, number). Tensors are "weight", "residual", and
     # "x0" for the rows of rank 0.
@@ -320,6 +323,9 @@ class Case:
         if self.op == "all_gather_rows":
             return {"num_tokens": self.num_tokens, "algorithm": self.algorithm}
         arguments = self.norm_arguments(residual, weight)
+        if self.op == "rms_norm_sharded":
+            del arguments["residual"]
+            return arguments | {"algorithm": self.algorithm}
         if self.op == "norm":
             arguments["algorithm"] = self.algorithm
         if self.sharded:
@@ -335,6 +341,8 @@ class Case:
         """Returns the method or function that this case calls."""
         if self.op == "local":
             return allnorm.add_rms_norm if self.quant is None else allnorm.add_rms_norm_quant
+        if self.op == "rms_norm_sharded":
+            return functools.partial(_norm_slices, comm)
         if self.op != "norm":
             return getattr(comm, self.op)
         if self.quant is None:
@@ -378,19 +386,20 @@ class Case:
         weight: torch.Tensor,
         in_place: bool = False,
     ) -> Results:
-        """Runs the call like `run_on`, then gathers the rows of a sharded residual.
+        """Runs the call like `run_on`, then gathers a sharded residual if the call gathers rows.
 
         With `in_place`, results overwrite `x` and `residual` where possible.
         """
         out: dict[str, torch.Tensor | None] = {}
         if self.float32_residual:
             residual = residual.float()
-        if in_place and self.quant is None and self.second_norm and self.experts is None:
+        given_out = self.quant is None and self.second_norm and self.experts is None
+        if in_place and given_out and self.gather:
             out["out"] = x
         if in_place and self.op == "norm" and self.residual:
             out["residual_out"] = self.own_rows(comm, residual) if self.sharded else residual
         results = self.run_on(comm, x, residual, weight, **out)
-        if self.sharded:
+        if self.sharded and self.gather:
             shard = results["residual_out"]
             results["residual_out"] = comm.all_gather_rows(shard, self.num_tokens)
         return results
@@ -400,7 +409,8 @@ class Case:
     def expected(self, world_size: int, islands: Any = None) -> Any:
         """Returns the reference's results for the call, with all rows of the residual.
 
-        If rows are not gathered, each result is the list of all ranks' rows.
+        If rows are not gathered, each result is the list of all ranks' rows; for
+        "rms_norm_sharded", it is the list of all ranks' slices.
         """
         xs = self.xs(world_size)
         if self.op == "all_reduce":
@@ -408,6 +418,10 @@ class Case:
         if self.op == "all_gather_rows":
             return xs[0].reshape(-1, self.hidden_size)
         arguments = self.norm_arguments()
+        if self.op == "rms_norm_sharded":
+            squares = functools.reduce(torch.add, map(squares_of, xs))
+            options = (squares, arguments["weight"], world_size)
+            return [self.expected_slices(x, *options)["normed"] for x in xs]
         if not self.gather:
             arguments |= {"residual_sharded": True, "gather": False}
             if self.residual:
@@ -426,7 +440,8 @@ class Case:
     ) -> Results:
         """Returns the reference's results for the given tensors.
 
-        `reduced` is the sum over the ranks. Normed rows are always included.
+        `reduced` is the sum over the ranks. Normed rows are always included. For
+        "rms_norm_sharded", see `expected_slices`.
         """
         if self.op == "all_reduce":
             return {"reduced": reduced}
@@ -437,6 +452,19 @@ class Case:
             reference.add_rms_norm_quant(reduced, quant=self.quant, return_normed=True, **arguments)
         )
 
+    def expected_slices(
+        self, x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, world_size: int
+    ) -> Results:
+        """Returns the reference's result of "rms_norm_sharded" for a rank's rows.
+
+        `squares` [num_tokens, slices] are the sums of squares over all ranks, see `squares_of`.
+        """
+        sizes = slice_sizes(self.hidden_size)
+        parts = zip(x.split(sizes, -1), squares.unbind(-1), weight.split(sizes), strict=True)
+        options = (self.eps, self.weight_bias, self.numerics)
+        normed = [normed_slice(x, each, world_size, gains, *options) for x, each, gains in parts]
+        return {"normed": torch.cat(normed, -1)}
+
     def result_key(self) -> tuple[Any, ...]:
         """Returns a key that is equal for two cases if they compute the same results for a row."""
         if self.op == "all_reduce":
@@ -446,12 +474,16 @@ class Case:
         if isinstance(quant, allnorm.Fp8PerGroup) and quant.scale_layout != SWIZZLED:
             quant = ("per_group", quant.group_size, quant.scale_format)
         bias = str(self.weight_bias)  # -0.0 is equal to 0.0
+        if self.op == "rms_norm_sharded":
+            return (self.op, self.numerics, bias, self.float32_weight, self.eps)
         wide = self.residual and self.float32_residual
         options = (self.numerics, bias, self.float32_weight, self.residual, wide, self.eps)
         return (*options, quant, self.post_norm, self.scale, self.second_norm)
 
     def named(self, result: Any) -> Results:
         """Returns the existing results by name, with scales in row order."""
+        if self.op == "rms_norm_sharded":
+            return {"normed": result}
         if self.op != "norm":
             return {"reduced" if self.op == "all_reduce" else "rows": result}
         if self.quant is None:
@@ -503,7 +535,9 @@ class Case:
         if not self.gather:
             expected = [None if ranks is None else ranks[comm.rank] for ranks in expected]
         listed: tuple[str, ...] = ("normed", "residual_out")
-        if not self.has_norm:
+        if self.op == "rms_norm_sharded":
+            listed, expected = ("normed",), (expected[comm.rank],)
+        elif not self.has_norm:
             listed, expected = (self.op,), (expected,)
         elif self.quant is not None:
             listed = ("quantized", "scale", "residual_out", "normed")
@@ -526,7 +560,7 @@ class Case:
 
     def agreed(self, results: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Returns the results that must be equal on every rank."""
-        if not self.gather:
+        if not self.gather or self.op == "rms_norm_sharded":
             return []
         kept = list(results)
         if self.sharded and self.has_norm:
@@ -540,6 +574,38 @@ def with_padding(scale: torch.Tensor, quant: Quant | None) -> torch.Tensor:
         return scale
     rows, words = scale.stride(1), scale.shape[1]
     return scale.as_strided((rows, words), (1, rows))
+
+
+def slice_sizes(hidden_size: int) -> list[int]:
+    """Returns the columns of the slices of "rms_norm_sharded": of q, and fewer of k."""
+    fewer = hidden_size // 4 // 8 * 8
+    return [hidden_size - fewer, fewer] if fewer else [hidden_size]
+
+
+def squares_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns a rank's sums of squares of the slices of each row, [num_tokens, slices]."""
+    return torch.stack([sum_of_squares(part) for part in x.split(slice_sizes(x.shape[-1]), -1)], -1)
+
+
+def _norm_slices(
+    comm: allnorm.Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_bias: float,
+    numerics: str,
+    algorithm: str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Runs `rms_norm_sharded` of the slices of `x`, into those of `out`; returns all of them."""
+    sizes = slice_sizes(x.shape[-1])
+    results = comm.rms_norm_sharded(
+        *(x.split(sizes, -1), weight.split(sizes), eps, weight_bias),
+        None if out is None else out.split(sizes, -1),
+        numerics=numerics,
+        algorithm=algorithm,
+    )
+    return torch.cat(results, -1)
 
 
 def rows_of(shape: Sequence[int]) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import os
 import signal
@@ -33,7 +34,7 @@ from allnorm.testing import (
     same_bits,
     shared_input,
 )
-from allnorm.verify.case import Case, Results
+from allnorm.verify.case import Case, Results, squares_of
 
 SLACK_SECONDS = 1.0  # time to notice a fault, after the timeout or after an exit
 _RUN_SECONDS = 120.0
@@ -57,21 +58,29 @@ ALGORITHMS = {
     "two_shot": _TWO_SHOT,
     "sharded": replace(_TWO_SHOT, sharded=True),
     "quantized": replace(_TWO_SHOT, quant=allnorm.Fp8PerGroup(128)),
+    "own rows": replace(_TWO_SHOT, sharded=True, gather=False),
+    "float32 residual": replace(_ONE_SHOT, float32_residual=True),
+    "slices": replace(_ONE_SHOT, op="rms_norm_sharded"),
 }
 CALLS_BETWEEN_ISLANDS = {
     "hierarchical": replace(_ONE_SHOT, algorithm="hierarchical"),
     "sharded": replace(_ONE_SHOT, algorithm="hierarchical", sharded=True),
     "quantized": replace(ALGORITHMS["quantized"], algorithm="hierarchical"),
+    "own rows": replace(ALGORITHMS["own rows"], algorithm="hierarchical"),
+    "slices": replace(ALGORITHMS["slices"], algorithm="unfused"),
 }
+_PLAIN = {"sharded": False, "gather": True, "quant": None, "float32_residual": False}
 # The fields that a rank changes in its call to diverge from its peers.
 DIVERGENCES: dict[str, dict[str, Any]] = {
     "different num_tokens": {"shape": (23, 1024)},
     "different hidden_size": {"shape": (24, 2048)},
     "different dtype": {"dtype": torch.float16},
-    "different op: all_reduce": {"op": "all_reduce", "sharded": False, "quant": None},
-    "different op: all_gather_rows": {"op": "all_gather_rows", "quant": None, "algorithm": "auto"},
+    "different op: all_reduce": {**_PLAIN, "op": "all_reduce"},
+    "different op: all_gather_rows": {**_PLAIN, "op": "all_gather_rows", "algorithm": "auto"},
+    "different op: rms_norm_sharded": {**_PLAIN, "op": "rms_norm_sharded", "algorithm": "auto"},
     "different algorithm": {},
     "sharded, others not": {"sharded": True},
+    "own rows, others all": {"gather": False},
     "different rounding mode": {"numerics": "vllm"},
     "no residual": {"residual": False},
     "quantized per token": {"quant": allnorm.Fp8PerToken()},
@@ -91,6 +100,16 @@ _OTHER_ALGORITHM = {
     "two_shot": "one_shot",
     "hierarchical": "unfused",
 }
+_OF_SLICES = (
+    *(
+        "different num_tokens",
+        "different hidden_size",
+        "different dtype",
+        "different rounding mode",
+    ),
+    *("different op: all_reduce", "different op: all_gather_rows", "different eps"),
+    *("different weight_bias", "different weight dtype"),
+)
 _QUANTIZED_ONLY = ("groups of 64", "different scale_format", "not quantized")
 
 
@@ -198,8 +217,15 @@ def _saw(one: Row) -> str:
 def applies(fault: str, call: Case) -> bool:
     """Returns whether this fault can be provoked with this call."""
     if fault not in DIVERGENCES:
-        # Ranks must be restarted after a death, so it is provoked only with unquantized calls.
-        return call.quant is None
+        # These take seconds, and ranks must be restarted after a death. A quantization or a float32
+        # residual changes no wait.
+        common = call.quant is None and not call.float32_residual
+        plain = call.gather and call.op == "norm"
+        return common and (plain or fault in (*ABSENCES, "killed between its calls"))
+    if call.op == "rms_norm_sharded" and fault not in _OF_SLICES:
+        return False
+    if fault == "own rows, others all":
+        return call.sharded and call.gather
     if fault == "different algorithm":
         return not call.sharded
     if fault in _QUANTIZED_ONLY:
@@ -445,11 +471,15 @@ def _call(comm: allnorm.Communicator, call: Case, inputs: _Inputs, **out: Any) -
 def _expected(comm: allnorm.Communicator, call: Case, inputs: _Inputs) -> Results:
     """Returns the results that the reference expects on this rank."""
     xs, *shared = inputs
+    if call.op == "rms_norm_sharded":
+        squares = functools.reduce(torch.add, map(squares_of, xs))
+        return call.expected_slices(xs[comm.rank], squares, shared[1], comm.world_size)
     expected = call.expected_of(reference.all_reduce(xs, islands=comm.islands), *shared)
-    if call.sharded:
-        lo, hi = comm.row_shard(call.num_tokens)
-        expected["residual_out"] = expected["residual_out"][lo:hi]
-    return expected
+    lo, hi = comm.row_shard(call.num_tokens) if call.sharded else (0, call.num_tokens)
+    return {
+        name: part[lo:hi] if name == "residual_out" or not call.gather else part
+        for name, part in expected.items()
+    }
 
 
 def _is_right(comm: allnorm.Communicator, call: Case, number: int) -> bool:

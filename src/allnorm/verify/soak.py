@@ -26,7 +26,7 @@ from allnorm.testing import capture, describe_difference, report
 from allnorm.testing.bits import as_integers
 from allnorm.testing.inputs import normal_maker
 from allnorm.verify.calls import EPS, TOKENS, Cases, algorithms
-from allnorm.verify.case import Case, Results
+from allnorm.verify.case import Case, Results, squares_of
 from allnorm.verify.context import Context, Recorder
 
 BURST = 64  # minimum number of calls between two comparisons
@@ -35,6 +35,7 @@ _TIMEOUT = datetime.timedelta(seconds=120)
 _MAX_ELEMS = {"cuda": 1 << 22, "cpu": 1 << 17}  # maximum elements of a call
 _FIRST_ROWS = {"cuda": 1024, "cpu": 96}  # number of rows of a tape at which a call may start
 _NUM_KINDS = {"cuda": 48, "cpu": 24}  # kinds of calls per section
+_SLICES_SHARE = 0.12  # share of kinds that norm slices of rows
 _GRAPHS, _CALLS_PER_GRAPH = 5, 16
 _GRAPH_MAX_ELEMS = 1 << 20  # maximum elements of a call in a graph
 _GRAPH_SHARE = 0.04  # share of graph replays; a replay counts as all of its calls
@@ -130,7 +131,8 @@ class _Section:
             )
         cases = Cases(self._rng, self._device, _MAX_ELEMS[self._device.type])
         while len(self._kinds) < _NUM_KINDS[self._device.type]:
-            kind = cases.draw()
+            slices = self._rng.random() < _SLICES_SHARE
+            kind = cases.draw_slices() if slices else cases.draw()
             if algorithms(kind, self._comms) == {kind.algorithm} or kind.algorithm == "auto":
                 self._kinds.append(kind)
                 self._tape(kind).expected(kind)
@@ -291,6 +293,8 @@ class Tape:
     reduced: torch.Tensor  # their sum over the ranks, computed by the reference
     residual: torch.Tensor  # in the same shape, equal on every rank
     weight: torch.Tensor  # [hidden_size]
+    squares: torch.Tensor  # sums of squares of the slices of `x` over the ranks; see `squares_of`
+    world_size: int  # number of ranks
     _known: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def expected(self, kind: Case) -> dict[str, torch.Tensor]:
@@ -299,7 +303,9 @@ class Tape:
         if key not in self._known:
             weight = self.weight_of(kind)
             parts = [
-                kind.expected_of(self.reduced[rows], self.residual[rows], weight)
+                kind.expected_slices(self.x[rows], self.squares[rows], weight, self.world_size)
+                if kind.op == "rms_norm_sharded"
+                else kind.expected_of(self.reduced[rows], self.residual[rows], weight)
                 for rows in self._chunks()
             ]
             self._known[key] = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
@@ -334,18 +340,21 @@ def make_tape(
     scale = torch.exp2(exponents.float())[:, None]
     mine = None
     sums: list[torch.Tensor | None] = [None] * len(islands)
+    squares: torch.Tensor | None = None
     for source in range(world_size):
         x = (normal(source + 2, num_rows, hidden_size) * scale).to(dtype)
         mine = x if source == rank else mine
+        squares = squares_of(x) if squares is None else squares + squares_of(x)
         # In rank order, like reference.all_reduce(), without holding all partials at once.
         number = next(i for i, island in enumerate(islands) if source in island)
         so_far = sums[number]
         sums[number] = x.float() if so_far is None else so_far + x.float()
     assert mine is not None
+    assert squares is not None
     total = functools.reduce(torch.add, [one for one in sums if one is not None])
     residual = (normal(0, num_rows, hidden_size) * scale).to(dtype)
     weight = (1.0 + 0.1 * normal(1, hidden_size)).to(dtype)
-    return Tape(mine, total.to(dtype), residual, weight)
+    return Tape(mine, total.to(dtype), residual, weight, squares, world_size)
 
 
 # ---- calls and their results ---------------------------------------------------------------------
@@ -363,7 +372,8 @@ class PendingCall:
     kind: Case  # the call
     tape: Tape  # tape with its rows
     row: int  # its first row
-    results: Results  # its results by name; a sharded residual is gathered
+    results: Results  # its results by name; a sharded residual is gathered with the other rows
+    own: tuple[int, int] | None  # this rank's rows of the call, if results have only these
 
     def wrong(self) -> torch.Tensor:
         """Returns the number of wrong elements, on the device, without waiting.
@@ -391,7 +401,8 @@ class PendingCall:
         return sum(part.numel() * part.element_size() for part in self.results.values())
 
     def _expected(self, name: str) -> torch.Tensor:
-        return self.tape.expected(self.kind)[name][self.row : self.row + self.kind.num_tokens]
+        low, high = self.own or (0, self.kind.num_tokens)
+        return self.tape.expected(self.kind)[name][self.row + low : self.row + high]
 
 
 def make_call(
@@ -400,7 +411,12 @@ def make_call(
     """Runs a call on a tape's rows, starting at `row`; does not wait for CUDA."""
     x, residual = (part[row : row + kind.num_tokens] for part in (tape.x, tape.residual))
     results = kind.issue(comm, x, residual, tape.weight_of(kind))
-    return PendingCall(number, where, kind, tape, row, results)
+    return PendingCall(number, where, kind, tape, row, results, _own_rows(comm, kind))
+
+
+def _own_rows(comm: allnorm.Communicator, kind: Case) -> tuple[int, int] | None:
+    """Returns the rows that results of the call have on this rank; None: all rows."""
+    return None if kind.gather else comm.row_shard(kind.num_tokens)
 
 
 def compare_all(calls: Sequence[PendingCall], recorder: Recorder) -> None:
@@ -468,6 +484,7 @@ class Graph:
                 call.tape,
                 row,
                 {name: part.clone() for name, part in call.results.items()},
+                _own_rows(call.comm, call.kind),
             )
             for index, (call, row) in enumerate(zip(self.calls, rows, strict=True))
         ]
