@@ -146,6 +146,7 @@ def chart_rows(chart: Chart) -> dict[str, dict[int, Row]]:
                 or row["residual_sharded"]
                 or row.get("float32_residual")
                 or row.get("slices")
+                or row.get("streams")
                 or not (row["supported"] and row["correct"])
             ):
                 continue

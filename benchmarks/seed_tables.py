@@ -49,6 +49,7 @@ def _is_of_algorithm(row: dict[str, Any]) -> bool:
         and not row.get("residual_sharded")
         and not row.get("float32_residual")
         and not row.get("slices")
+        and not row.get("streams")
         and not row.get("return_normed")
         and (row["p50_us"] or not row["correct"])
     )

@@ -58,7 +58,11 @@ def test_modes_are_all_combinations() -> None:
         Mode("per_token", residual_sharded=True, return_normed=True),
     ]
     changed = bench_modes.modes(
-        ["none", "per_token"], ["replicated"], float32_residual=True, own_rows=True, slices=2
+        *(["none", "per_token"], ["replicated"]),
+        float32_residual=True,
+        own_rows=True,
+        slices=2,
+        streams=4,  # type: ignore[arg-type]
     )
     assert changed == [
         Mode(),
@@ -68,10 +72,12 @@ def test_modes_are_all_combinations() -> None:
         Mode(residual_sharded=True, own_rows=True),
         Mode("per_token", residual_sharded=True, own_rows=True),
         Mode(slices=2),
+        Mode(streams=4),
     ]
-    assert [str(mode) for mode in changed[-2:]] == [
+    assert [str(mode) for mode in changed[-3:]] == [
         "per_token, sharded residual, own rows",
         "sharded norm of 2",
+        "4 streams",
     ]
     assert str(Mode("per_token", True, True)) == "per_token, with normed, sharded residual"
     assert str(Mode()) == ""
@@ -94,6 +100,7 @@ def test_peers_run_on_gpus_with_replicated_residuals() -> None:
     assert bench_modes.peer_names("cpu", Mode()) == []
     assert bench_modes.peer_names("cuda", Mode(float32_residual=True)) == []
     assert bench_modes.peer_names("cuda", Mode(slices=2)) == []
+    assert bench_modes.peer_names("cuda", Mode(streams=4)) == []
 
 
 def test_a_quantized_call_is_compared_with_the_16_bit_call() -> None:

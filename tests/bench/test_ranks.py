@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import allnorm
-from allnorm.bench import arms, bounds, clock, sharded_norm
+from allnorm import reference
+from allnorm.bench import arms, bounds, clock, sharded_norm, streams
 from allnorm.bench import run as ranks_bench
 from allnorm.bench.case import Case, Outcome, make_case
 from allnorm.bench.clock import Gemm
@@ -107,11 +108,12 @@ def test_every_arm_is_right_with_post_norms_and_experts(numerics: str) -> None:
     assert {"allnorm+norm", "sum+allnorm", "gloo+local"} <= {arm for _, arm in ran}
 
 
-def test_every_arm_is_right_with_float32_residuals_own_rows_and_sharded_norms() -> None:
+def test_every_arm_is_right_with_other_residuals_and_sharded_norms() -> None:
     modes = [
         *(Mode(quant, float32_residual=True) for quant in ("", "per_group:128")),
         *(Mode(quant, True, own_rows=True) for quant in ("", "per_group:64:column_major")),
         Mode(slices=2),
+        Mode(streams=4),
     ]
     records = run(job(*modes, shapes=(ODD,), products=(128,)))[0]
     for number, mode in enumerate(modes):
@@ -141,6 +143,22 @@ def test_one_wrong_bit_of_a_slice_is_found(numerics: str) -> None:
     assert sharded_norm.describe_error(wanted[:1], wanted, exact=True)
     assert case.xs[0].shape == (5, 768)
     assert plain.of(mode) is case
+
+
+def test_one_wrong_bit_of_a_stream_is_found() -> None:
+    mode = Mode(streams=4)
+    case = odd_case().of(mode)
+    inputs = streams.stream_inputs(case, mode, 0)
+    right = reference.all_reduce_hyper_connection(case.batches[0].xs, *inputs)
+    assert streams.describe_error(case, mode, right, 0, exact=True) == ""
+    near = streams.mix(reference.all_reduce(case.batches[0].xs), *inputs)
+    assert streams.describe_error(case, mode, near, 0, exact=False) == ""
+    right.view(torch.int16)[4, 3, 100] ^= 1
+    assert "differ" in streams.describe_error(case, mode, right, 0, exact=True)
+    assert streams.describe_error(case, mode, right, 0, exact=False) == ""
+    right[4, 3, 100] += 1
+    error = streams.describe_error(case, mode, right, 0, exact=False)
+    assert error.startswith("streams: 1 of ")
 
 
 def test_a_float32_residual_is_one_that_16_bits_cannot_hold() -> None:

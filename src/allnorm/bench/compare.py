@@ -46,6 +46,7 @@ _KEY: dict[str, Any] = {
     "float32_residual": False,
     "own_rows": False,
     "slices": 0,
+    "streams": 0,
     "product": 0,
     "max_blocks": 0,
     "island_size": 0,

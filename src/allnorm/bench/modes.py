@@ -39,11 +39,14 @@ class Mode:
     # Tensors [num_tokens, hidden_size] per rank of a call of `rms_norm_sharded`, which takes the
     # place of the call; 0: none.
     slices: int = 0
+    # Residual streams of a call of `all_reduce_hyper_connection`, which takes the place of the
+    # call; 0: none.
+    streams: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether the residual is added directly to the reduced sum of plain inputs."""
-        return not self.post_norm and not self.experts and not self.slices
+        return not (self.post_norm or self.experts or self.slices or self.streams)
 
     def __str__(self) -> str:
         parts = [self.quant] if self.quant else []
@@ -54,6 +57,7 @@ class Mode:
         parts += ["post norm"] if self.post_norm else []
         parts += [f"{self.experts} experts"] if self.experts else []
         parts += [f"sharded norm of {self.slices}"] if self.slices else []
+        parts += [f"{self.streams} streams"] if self.streams else []
         return ", ".join(parts)
 
 
@@ -66,12 +70,14 @@ def modes(
     float32_residual: bool = False,
     own_rows: bool = False,
     slices: int = 0,
+    streams: int = 0,
 ) -> list[Mode]:
     """Returns all combinations of results and residuals; "none" means no quantization.
 
     `post_norm` adds a variant of each mode with a post norm, `experts` one with that many experts,
     `float32_residual` one with such a residual. `own_rows` adds one of each kind of results, with a
-    sharded residual. `slices` adds a mode in which `rms_norm_sharded` norms that many tensors.
+    sharded residual. `slices` adds a mode in which `rms_norm_sharded` norms that many tensors,
+    and `streams` one of `all_reduce_hyper_connection` with that many streams.
 
     Raises:
         ValueError: a word is not a quantization spec, or allnorm rejects it.
@@ -91,7 +97,8 @@ def modes(
     ]
     if own_rows:
         found += [Mode(spec, True, bool(spec) and return_normed, own_rows=True) for spec in specs]
-    return [*found, *([Mode(slices=slices)] if slices else [])]
+    found += [Mode(slices=slices)] if slices else []
+    return [*found, *([Mode(streams=streams)] if streams else [])]
 
 
 def quant_name(text: str) -> str:
@@ -176,6 +183,8 @@ def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
         fused += PARTS if mode.is_plain and not mode.residual_sharded and island_size > 1 else ()
     fused += [RESIDUAL16] if mode.float32_residual else []
     fused += [GATHERED] if mode.own_rows else []
+    if mode.streams:
+        return [*(name for name in fused if name not in PARTS), "allnorm+mix", f"{library}+mix"]
     if not mode.is_plain:
         if mode.residual_sharded:
             return fused
@@ -190,16 +199,16 @@ def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
 def peer_names(device: str, mode: Mode) -> list[str]:
     """Returns the names of the peer libraries that support a mode.
 
-    Peers run only on GPUs, and support neither sharded nor float32 residuals, post norms, experts
-    nor sharded norms.
+    Peers run only on GPUs, and support neither sharded nor float32 residuals, post norms, experts,
+    sharded norms nor streams.
     """
     supported = mode.is_plain and not mode.residual_sharded and not mode.float32_residual
     return list(PEERS) if device == "cuda" and supported else []
 
 
 def yardstick_names(mode: Mode) -> tuple[str, ...]:
-    """Returns the additional arms after a GEMM; of a sharded norm, there is no local one."""
-    return YARDSTICKS[:1] if mode.slices else YARDSTICKS
+    """Returns the additional arms after a GEMM; sharded norms and streams have no local one."""
+    return YARDSTICKS[:1] if mode.slices or mode.streams else YARDSTICKS
 
 
 def known_arms(device: str, wanted: Sequence[Mode], island_size: int = 0) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import torch
 
 import allnorm
 from allnorm import islands
-from allnorm.bench import arms, bounds, clock, modes, peers, sharded_norm
+from allnorm.bench import arms, bounds, clock, modes, peers, sharded_norm, streams
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import NUM_SETS, Case, make_case
 from allnorm.bench.clock import Gemm
@@ -148,6 +148,7 @@ def _trials(
         if name in job.arms:
             blocked = obstacle if name != "allnorm16" else ""
             make = sharded_norm.make_arm if mode.slices else arms.make_arm
+            make = streams.make_arm if mode.streams else make
             found.append((name, blocked or make(comm, case, mode, name)))
     for name in modes.peer_names(job.device, mode):
         if name in job.arms:

@@ -107,6 +107,14 @@ def bench(
             max=4,
         ),
     ] = 0,
+    streams: Annotated[
+        int,
+        work_option(
+            "Also time calls with this many residual streams (hyper-connections), 2 to 8; 0: none.",
+            min=0,
+            max=8,
+        ),
+    ] = 0,
     layers: Annotated[
         str,
         work_option(
@@ -179,6 +187,7 @@ def bench(
             "--float32-residual": float32_residual,
             "--own-rows": own_rows,
             "--sharded-norm": sharded_norm,
+            "--streams": streams,
             "--residual": residual_sharded or residual != "replicated",
             "--plot": plot,
             "--html": html,
@@ -188,12 +197,14 @@ def bench(
         _time_layers(layers, tokens, tp, dtype, numerics, max_blocks, where, given, json)
         return
     residuals = "sharded" if residual_sharded else residual
+    if streams == 1:
+        raise typer.BadParameter("1 stream: expected 2 to 8, or 0", param_hint="--streams")
     if float32_residual and dtype == "float32":
         text = "with --dtype float32 every residual is float32: expected a 16-bit dtype"
         raise typer.BadParameter(text, param_hint="--float32-residual")
     modes = options.modes(
         *(quant, residuals, return_normed, post_norm, experts),
-        *(float32_residual, own_rows, sharded_norm),
+        *(float32_residual, own_rows, sharded_norm, streams),
     )
     known = bench_modes.known_arms(where, modes, island_size)
     chosen = options.choices(arms, "--arms", known) if arms else known
@@ -357,6 +368,11 @@ def _explanation(job: Job) -> str:
         text += (
             " Sharded norm: rms_norm_sharded of a rank's slices, such as q and k, side by side in "
             "one tensor. +torch: sums of squares, their all-reduce, and norms in PyTorch."
+        )
+    if any(mode.streams for mode in job.modes):
+        text += (
+            " Streams: all_reduce_hyper_connection of residuals with several streams. +mix: an "
+            "all-reduce, then a kernel that mixes the streams (Triton; on CPU: PyTorch)."
         )
     if any(mode.own_rows for mode in job.modes):
         text += (

@@ -1,0 +1,121 @@
+"""Arms of `all_reduce_hyper_connection`, and what it replaces: an all-reduce, then a mixing kernel.
+
+The residual has `mode.streams` streams in the dtype of the partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import allnorm
+from allnorm import reference
+from allnorm.bench import bounds
+from allnorm.bench.arms import Arm, no_outcome
+from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
+from allnorm.testing import copy_all, same_bits
+
+
+def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm | str:
+    """Returns the arm with a name of `modes.arm_names`, or the reason why it cannot run.
+
+    - "allnorm", "allnorm:one_shot", "allnorm:unfused", ...: as for other modes.
+    - "allnorm+mix": allnorm's all-reduce, then a mixing kernel (Triton; on CPU PyTorch).
+    - "nccl+mix": NCCL's all-reduce, then that kernel.
+    """
+    inputs = [stream_inputs(case, mode, index) for index in range(len(case.batches))]
+    if name == "allnorm+mix":
+
+        def reduce_and_mix(index: int) -> Tensor:
+            return mix(comm.all_reduce(case.xs[index]), *inputs[index])
+
+        check = _check(case, mode, exact=False)
+        return Arm(name, reduce_and_mix, no_outcome, check=check)
+    if not name.startswith("allnorm"):
+        return _after_collective(case, mode, name, inputs)
+    algorithm = name.partition(":")[2] or "auto"
+    shape, dtype = case.shape, case.dtype
+    place = shape.num_tokens, shape.hidden_size, dtype
+    try:
+        plan = comm.plan(*place, streams=mode.streams, algorithm=algorithm)
+    except allnorm.UnsupportedError as error:
+        return str(error)
+    if algorithm not in ("auto", plan.algorithm):
+        return plan.reason
+
+    def call(index: int) -> Tensor:
+        return comm.all_reduce_hyper_connection(case.xs[index], *inputs[index], algorithm=algorithm)
+
+    return Arm(name, call, no_outcome, check=_check(case, mode, exact=True))
+
+
+def _after_collective(case: Case, mode: Mode, name: str, inputs: list[Any]) -> Arm:
+    copies = [x.clone() for x in case.xs]
+
+    def call(index: int) -> Tensor:
+        dist.all_reduce(copies[index])
+        return mix(copies[index], *inputs[index])
+
+    return Arm(
+        *(name, call, no_outcome),
+        reset=partial(copy_all, copies, case.xs),
+        check=_check(case, mode, exact=False),
+        inputs=copies,
+    )
+
+
+def stream_inputs(case: Case, mode: Mode, index: int) -> tuple[Tensor, allnorm.HyperConnection]:
+    """Returns the residual and the coefficients of a buffer set, the same on every rank."""
+    residual, streams = case.batches[index].residual, mode.streams
+    rolled = [residual.roll(number, -1) for number in range(streams)]
+    generator = torch.Generator().manual_seed(case.seed + index)
+    tokens = case.shape.num_tokens
+    post = torch.randn(tokens, streams, generator=generator).to(case.device)
+    factors = torch.randn(tokens, streams, streams, generator=generator).to(case.device)
+    return torch.stack(rolled, 1), allnorm.HyperConnection(post, factors)
+
+
+def mix(reduced: Tensor, residual: Tensor, connection: allnorm.HyperConnection) -> Tensor:
+    """Mixes streams in one kernel: in Triton; on CPUs, in PyTorch.
+
+    Raises:
+        ImportError: on a GPU, Triton is not installed.
+    """
+    if residual.device.type == "cpu":
+        mixed = connection.mix @ residual.float()
+        mixed += connection.post.unsqueeze(-1) * reduced.float().unsqueeze(1)
+        return mixed.to(residual.dtype)
+    from allnorm.bench import triton_mix
+
+    return triton_mix.mix(reduced, residual, connection)
+
+
+def describe_error(case: Case, mode: Mode, got: Tensor, index: int, exact: bool) -> str:
+    """Describes a wrong result; "" if there is none.
+
+    Unless `exact`, elements may differ by what the roundings make: of the reduced sum, once per
+    rank on both sides; of every product and sum in float32; and of the result.
+    """
+    xs = case.batches[index].xs
+    residual, connection = stream_inputs(case, mode, index)
+    wanted = reference.all_reduce_hyper_connection(xs, residual, connection, islands=case.islands)
+    if exact:
+        return "" if same_bits(got, wanted) else "the streams differ from the reference"
+    info, unit = torch.finfo(wanted.dtype), torch.finfo(torch.float32).eps
+    summed = torch.stack([x.float().abs() for x in xs]).sum(0).unsqueeze(1)
+    from_sum = connection.post.abs().unsqueeze(-1) * summed
+    size = from_sum + connection.mix.abs() @ residual.float().abs()
+    limit = case.world_size * info.eps * from_sum + 1.1 * info.eps * wanted.float().abs()
+    limit += 2 * (mode.streams + 1) * unit * size + info.smallest_normal
+    return bounds.compare("streams", got, wanted, limit)
+
+
+def _check(case: Case, mode: Mode, exact: bool) -> Callable[[Any, int], str]:
+    """Returns the check of an arm's results."""
+    return lambda result, index: describe_error(case, mode, result, index, exact)
