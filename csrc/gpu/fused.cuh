@@ -17,10 +17,10 @@
 //     rstd = 1 / rms(z), over the cluster          row_reduction.cuh
 //     store(format(z * rstd * gains))              formats/
 //
-// The first cluster handles no row: it calls the roll, returns slots, prefetches the next weight
-// and clears the padding of scales (serve_exchange). The schedule (schedules/) determines which
-// rows are in flight while another row is processed. Arrival needs no flag: a word that is not the
-// empty word has arrived.
+// The first cluster handles no row: it calls the roll, returns slots and clears the padding of
+// scales (serve_exchange). Clusters without a row prefetch the next weight. The schedule
+// (schedules/) determines which rows are in flight while another row is processed. Arrival needs no
+// flag: a word that is not the empty word has arrived.
 //
 // The dependent launch is triggered once all partials of this rank have been sent, so that the
 // launch overlaps the rest. The dependent grid may read nothing before griddepcontrol.wait, which
@@ -34,17 +34,16 @@
 
 namespace allnorm {
 
-// Loads the next kernel's weight into the L2 cache, with the threads of the service cluster that
-// Exchange::serve() leaves idle. A cluster of two warps has none, and prefetches nothing. Not
-// inlined, because a kernel that is short of registers spilled.
-__device__ __noinline__ inline void prefetch(PrefetchParams params) {
+// Loads the next kernel's weight into the L2 cache, with the blocks that have no row: the first of
+// `threads` in each of them issues the first piece of the block, and so on. Not inlined, because a
+// kernel that is short of registers spilled.
+__device__ __noinline__ inline void prefetch(PrefetchParams params, uint32_t blocks_with_rows) {
   constexpr uint32_t kPieceBytes = 4096;
-  constexpr uint32_t kServing = 2 * kWaveLanes;  // threads of the warps of Exchange::serve()
-  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
-  if (thread < kServing) return;
-  const uint32_t step = (cluster_size() * blockDim.x - kServing) * kPieceBytes;
+  const uint32_t blocks = gridDim.x - blocks_with_rows;
+  const uint32_t first = threadIdx.x * blocks + blockIdx.x - blocks_with_rows;
 #pragma unroll 1
-  for (uint32_t offset = (thread - kServing) * kPieceBytes; offset < params.bytes; offset += step) {
+  for (uint32_t offset = first * kPieceBytes; offset < params.bytes;
+       offset += blockDim.x * blocks * kPieceBytes) {
     const uint32_t left = params.bytes - offset;
     prefetch_to_l2(params.data + offset, left < kPieceBytes ? left : kPieceBytes);
   }
@@ -59,8 +58,20 @@ __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
   Format::store_padding(params.epilogue.quant, blockIdx.x * blockDim.x + threadIdx.x,
                         cluster_size() * blockDim.x);
   trigger_dependents(params);
-  if constexpr (kPrefetches) prefetch(params.prefetch);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / kWaveLanes);
+  exchange.advance_unused();
+  __syncthreads();
+  row_reduction.join();
+  exchange.advance();
+}
+
+// Does the work of a cluster without a row.
+template <int kWorldSize>
+__device__ __forceinline__ void prefetch_alone(Exchange<kWorldSize>& exchange,
+                                               const RowReduction& row_reduction,
+                                               const FusedParams& params) {
+  trigger_dependents(params);
+  prefetch(params.prefetch, static_cast<uint32_t>(1 + params.num_tokens) * cluster_size());
   exchange.advance_unused();
   __syncthreads();
   row_reduction.join();
@@ -123,6 +134,11 @@ __device__ __forceinline__ void run_fused(const FusedParams& params) {
   exchange.begin();
   stamps.at(Stamp::kNumbered);
   if (first < 0) return serve_exchange<typename Kernel::Format>(exchange, row_reduction, params);
+  if constexpr (kPrefetches) {
+    if (first >= end && params.prefetch.bytes != 0) {
+      return prefetch_alone(exchange, row_reduction, params);
+    }
+  }
   typename Kernel::Transport transport(params, exchange, pack, live);
   typename Kernel::Epilogue epilogue(params.epilogue, row_reduction, pack, live);
   RowStream<Kernel> rows{params, exchange, source, transport,         epilogue,

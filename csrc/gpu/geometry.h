@@ -98,6 +98,13 @@ inline Grid choose_grid(int64_t num_tokens, int cluster_size, int most_blocks, i
   return one_each || 4 * most_blocks > 3 * num_sms ? Grid::kSparse : Grid::kFew;
 }
 
+// Returns for how many units a grid of a call has clusters: for its rows, and if it prefetches, on
+// `num_sms` SMs, because clusters without a row do that.
+inline int64_t choose_num_units(int64_t num_tokens, int cluster_size, uint32_t prefetch_bytes,
+                                int num_sms) {
+  return prefetch_bytes == 0 ? num_tokens : std::max<int64_t>(num_tokens, num_sms / cluster_size);
+}
+
 // Returns the number of blocks in a grid for `num_tokens` units of `cluster_size` blocks.
 // `resident_blocks`: number of blocks that the GPU holds at once. The grid never exceeds it, so
 // that no block waits for a peer's block that cannot start. `extra_clusters` process no unit.

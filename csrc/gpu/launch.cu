@@ -178,8 +178,10 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
     }));
   }
   const int resident = resident_blocks(device, kernel, geometry);
+  const int64_t units = choose_num_units(fused.num_tokens, geometry.cluster_size,
+                                         fused.prefetch.bytes, device.num_sms);
   geometry.num_blocks =
-      choose_num_blocks(fused.num_tokens, geometry.cluster_size, std::min(most, resident), 1);
+      choose_num_blocks(units, geometry.cluster_size, std::min(most, resident), 1);
   return launch(device, kernel, params, geometry, 0, call, start);
 }
 

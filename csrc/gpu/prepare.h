@@ -272,10 +272,11 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
   return params;
 }
 
-// Returns the memory to prefetch during a launch: only the first launch of a call prefetches.
+// Returns the memory to prefetch during a launch. Only the first launch of a call prefetches, and
+// only in kernels whose clusters may have no row.
 inline PrefetchParams prefetch_params(const AllnormCall& call, int64_t first_row) {
   constexpr int64_t kMost = int64_t{1} << 31;
-  if (first_row != 0 || call.prefetch_bytes == 0) return {};
+  if (first_row != 0 || call.prefetch_bytes == 0 || call.algorithm != ALLNORM_ONE_SHOT) return {};
   const auto begin = reinterpret_cast<uintptr_t>(call.prefetch);
   const uintptr_t first = (begin + kPackBytes - 1) / kPackBytes * kPackBytes;
   const uintptr_t end = begin + static_cast<uintptr_t>(std::min(call.prefetch_bytes, kMost));
@@ -291,7 +292,7 @@ inline FusedParams fused_params(const AllnormCommConfig& config, const AllnormCa
   const bool last = first_row + num_rows == call.num_tokens;
   params.x = x_params(call, first_row);
   params.experts = expert_params(call, first_row);
-  params.prefetch = prefetch_params(call, first_row);
+  if (parts_of(params.packs) == 1) params.prefetch = prefetch_params(call, first_row);
   params.epilogue =
       epilogue_params(call, first_row, first_row, quant_params(call, first_row, num_rows, last));
   return params;
@@ -361,7 +362,6 @@ inline OwnedRowsParams owned_rows_params(const AllnormCommConfig& config, const 
   const bool last = first + num_rows == call.num_tokens;
   params.fused.x = x_params(call, 0);
   params.fused.experts = expert_params(call, 0);
-  params.fused.prefetch = prefetch_params(call, first);
   const int64_t num_results = result_rows(call, held_rows(config, call));
   params.fused.epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, num_results, last));
   params.first_index = first;

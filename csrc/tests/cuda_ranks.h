@@ -76,7 +76,8 @@ void launch_kernels(shim::Machine& machine, const AllnormCommConfig& config, Ope
     machine.launch(
         config.rank,
         {.num_blocks = static_cast<uint32_t>(choose_num_blocks(
-             count, op.cluster_size, on.num_blocks == 0 ? op.num_blocks : on.num_blocks, 1)),
+             choose_num_units(count, op.cluster_size, params.fused.prefetch.bytes, op.num_blocks),
+             op.cluster_size, on.num_blocks == 0 ? op.num_blocks : on.num_blocks, 1)),
          .num_threads =
              static_cast<uint32_t>(threads_of(params.fused.packs, op.cluster_size * on.parts)),
          .cluster_size = static_cast<uint32_t>(op.cluster_size),

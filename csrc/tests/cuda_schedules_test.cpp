@@ -163,13 +163,13 @@ TEST(schedules) {
 
 // Returns the parts of memory that rank 0 prefetches in a call, in order: their addresses and
 // bytes.
-std::map<uintptr_t, uint64_t> prefetched(int64_t hidden_size, int cluster_size, const void* data,
+std::map<uintptr_t, uint64_t> prefetched(int num_clusters, int cluster_size, const void* data,
                                          int64_t bytes) {
   Random random(1);
   std::deque<Operation> operations;
-  operations.push_back(
-      make_operation(2, random, norm_call(ALLNORM_ONE_SHOT, 3, hidden_size), true));
+  operations.push_back(make_operation(2, random, norm_call(ALLNORM_ONE_SHOT, 3, 2048), true));
   operations.back().cluster_size = cluster_size;
+  operations.back().num_blocks = num_clusters * cluster_size;
   operations.back().call.prefetch = data;
   operations.back().call.prefetch_bytes = bytes;
   std::map<uintptr_t, uint64_t> parts;
@@ -187,7 +187,7 @@ std::map<uintptr_t, uint64_t> prefetched(int64_t hidden_size, int cluster_size, 
 TEST(prefetch) {
   const std::vector<char> memory(600'000);
   if (!kPrefetches) {
-    check(prefetched(2048, 1, memory.data(), 4096).empty(), "prefetches on GPUs that cannot");
+    check(prefetched(7, 1, memory.data(), 4096).empty(), "prefetches on GPUs that cannot");
     return;
   }
   const auto base = (reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16;
@@ -198,7 +198,7 @@ TEST(prefetch) {
       const uintptr_t end = std::max(at, (begin + static_cast<uintptr_t>(bytes)) / 16 * 16);
       const void* const data = bytes == 0 ? nullptr : reinterpret_cast<const void*>(begin);
       for (const auto& [address, length] :
-           prefetched(2048, 1 + static_cast<int>(start % 2), data, bytes)) {
+           prefetched(5 + static_cast<int>(start), 1 + static_cast<int>(start % 2), data, bytes)) {
         check(address == at && length % 16 == 0 && length > 0,
               "%lld bytes from %lld: a part of %llu bytes at %zx, expected one at %zx",
               static_cast<long long>(bytes), static_cast<long long>(start),
@@ -209,8 +209,8 @@ TEST(prefetch) {
             static_cast<long long>(bytes), static_cast<long long>(start), at, end);
     }
   }
-  // A cluster of two warps has no warp left for it.
-  check(prefetched(256, 1, memory.data(), 4096).empty(), "two warps prefetch");
+  // Three rows and the service cluster leave no cluster for it.
+  check(prefetched(4, 1, memory.data(), 4096).empty(), "clusters with a row prefetch");
 }
 
 }  // namespace

@@ -58,10 +58,9 @@ _OWNED_ROWS = (
 # Up to this many tokens, calls with a post norm or experts use the default number of blocks per row
 # instead of the table's, because tables are measured with plain calls (docs/engineering-log).
 _SPREAD_EXTENDED_TOKENS = 16
-# With more rows, or more bytes, the prefetch delayed the GEMM that it should help, in an experiment
-# with a separate kernel (docs/engineering-log/2026-11-27-prefetch.md). Tables may have a different
-# number of rows, measured with the kernel itself.
-_PREFETCH_TOKENS = 32
+# Off unless a table of `allnorm tune` turns it on: issued by one cluster, 4 MiB made every call of
+# two H200s 0.4 to 5 us slower (docs/engineering-log/2026-11-27-prefetch.md).
+_PREFETCH_TOKENS = 0
 _PREFETCH_BYTES = 4 << 20
 
 
@@ -338,12 +337,10 @@ def _slice_obstacle(traits: Traits, size: int, element_bytes: int, requested: st
 
 def _prefetch_bytes(traits: Traits, algorithm: str, num_tokens: int, row_bytes: int) -> int:
     """Returns how much of the next weight a call loads into the L2 cache while it waits."""
-    # A cluster prefetches with the warps beyond its second; each thread holds 16 bytes of a row.
-    has_warps = row_bytes > 16 * 64
     measured = (table.prefetch_tokens for table in traits.tables)
     most = next((tokens for tokens in measured if tokens is not None), _PREFETCH_TOKENS)
-    fits = traits.backend == "cuda" and algorithm in FUSED and num_tokens <= most
-    return _PREFETCH_BYTES if fits and has_warps else 0
+    fits = traits.backend == "cuda" and algorithm == "one_shot" and num_tokens <= most
+    return _PREFETCH_BYTES if fits else 0
 
 
 def _choose_between(
