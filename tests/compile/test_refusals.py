@@ -116,8 +116,8 @@ REFUSALS = {
     "several tensors at once": lambda x, r, w: llama(
         wait(FUNCTIONAL.all_reduce_coalesced.default([x, x], "sum", "0")[0]) + r, w
     ),
-    "reduce-scatter": lambda x, r, w: llama(
-        wait(FUNCTIONAL.reduce_scatter_tensor.default(x, "sum", 1, "0")) + r, w
+    "reduce-scatters several tensors": lambda x, r, w: llama(
+        wait(FUNCTIONAL.reduce_scatter_tensor_coalesced.default([x, x], "sum", 1, "0")[0]) + r, w
     ),
     # ---- other readers of tensors that the fused call does not return ----
     "the reduced tensor itself is also used by the output": also_returning(lambda reduced: reduced),

@@ -177,7 +177,8 @@ class Match:
     def boundary(self) -> str:
         """A list, as text, of what the call does in addition to a residual add and one norm."""
         before = "" if self.experts is None else f"sum of {self.experts.top_k} experts' rows"
-        return ", ".join(filter(None, (before, self.candidate.boundary)))
+        rows = "own rows" if self.candidate.reduction.scatters else ""
+        return ", ".join(filter(None, (before, self.candidate.boundary, rows)))
 
     @property
     def chose_view(self) -> bool:

@@ -33,10 +33,13 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
     if candidate.is_local:
         x = candidate.reduced.definers[0]
     assert x is not None
-    before = run = _tensor(values, x)
+    scatters = candidate.reduction.scatters
+    before = run = _tensor(values, candidate.reduction.node if scatters else x)
     adder = _adder(candidate)
     if adder is not None:
         run = _first_tensor(values, adder)
+    if scatters and not same_shape(before.shape, run.shape):
+        raise Missed(f"{adder} adds the residual in a shape other than that of the rank's rows")
     for norm in candidate.norms:
         if norm.hidden_size != run.shape[-1]:
             raise Missed(

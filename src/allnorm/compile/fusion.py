@@ -20,7 +20,7 @@ from allnorm.compile.decompose import Decompositions, by_name
 from allnorm.compile.functional import Functional, NotFunctional, make_functional, writers
 from allnorm.compile.groups import check_group, communicator_name, group_of
 from allnorm.compile.match import Matcher
-from allnorm.compile.reductions import Reduction, find_reductions
+from allnorm.compile.reductions import Reduction, find_reductions, only_all_reduces
 from allnorm.compile.report import FusionReport, Site
 from allnorm.compile.rewrite import Rewriter
 from allnorm.compile.shapes import Freedom, Shapes, printable, static_size, storage_of
@@ -260,7 +260,8 @@ class _Given:
         writing = writers(module.graph, shapes, reductions) if reductions else {}
         if writing:
             try:
-                functional = make_functional(module, shapes, reductions, differentiated)
+                given = only_all_reduces(reductions)
+                functional = make_functional(module, shapes, given, differentiated)
             except NotFunctional as reason:
                 why = f"in a graph that cannot be made functional: {reason}"
                 context = replace(context, written=_written(writing, shapes, why))
@@ -369,7 +370,8 @@ def _agree(found: Sequence[_Found], values: Values, communicator: Communicator |
 def _described(reduction: Reduction, values: Values) -> str:
     """Returns a description of a reduction that is equal on all ranks: dtype and row size."""
     x = None if reduction.x is None else values.shapes.of(reduction.x)
-    return "?" if x is None or not x.dim() else f"{x.dtype} {printable(x.shape[-1:])}"
+    kind = "reduce-scatter " if reduction.scatters else ""
+    return "?" if x is None or not x.dim() else f"{kind}{x.dtype} {printable(x.shape[-1:])}"
 
 
 def _action(found: _Found, values: Values) -> str:
@@ -385,6 +387,7 @@ def _action(found: _Found, values: Values) -> str:
             candidate.is_local,
             match.boundary,
             candidate.residual and candidate.residual.dtype,
+            candidate.reduction.scatters,
         ),
         *([norm.eps for norm in candidate.norms], weights, candidate.branch.scale),
         *(candidate.quantization and str(candidate.quantization), match.scale_layout),

@@ -67,8 +67,12 @@ class Matcher:
                 if candidate.residual is not None and candidate.boundary:
                     more = more or f"not everything after it is fused: {missed}"
                 continue
-            match.note = match.note or more or place_experts(self._values, match)
+            match.note = match.note or more
+            if not reduction.scatters:
+                match.note = match.note or place_experts(self._values, match)
             return match
+        if reduction.scatters and first is None:
+            raise Missed("no residual add with an RMSNorm of its rows follows the reduce-scatter")
         raise first or Missed(self._explain(reduced))
 
     def accept(self, match: Match) -> None:
@@ -130,6 +134,11 @@ class Matcher:
             raise Missed(
                 f"its tensor has shape {tuple(x.shape)}: expected a last dimension of constant size"
             )
+        if reduction.scatters and x.dim() != 2:
+            raise Missed(
+                f"it reduce-scatters a tensor of {x.dim()} dimensions: expected rows [num_tokens, "
+                "hidden_size]"
+            )
         if not 1 <= hidden_size <= _MAX_HIDDEN_SIZE:
             raise Missed(f"its last dimension is {hidden_size}: expected 1 to {_MAX_HIDDEN_SIZE}")
         return x.dtype
@@ -158,6 +167,8 @@ class Matcher:
         start = Candidate(reduction, reduced, branches[0], None, reduced32, None, None, None, "")
         for branch in branches:
             yield from self._with_residuals(start, branch, dtype)
+        if reduction.scatters:
+            return  # a call that returns this rank's rows has a residual with these rows
         for branch in reversed(branches):
             z = stored32(branch.value, algebra, dtype)
             summed = branch.value if branch.value.holders else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Reduction:
         problem: why this call can never be fused; empty if it can.
         result: the index of the reduced tensor in the call's results; None for a single result.
         pending: whether the result must not be read before a wait.
+        scatters: whether it is a reduce-scatter, whose result is this rank's share of the rows.
     """
 
     node: Node
@@ -44,6 +45,7 @@ class Reduction:
     problem: str = ""
     result: int | None = None
     pending: bool = False
+    scatters: bool = False
 
     @property
     def writes(self) -> list[Node]:
@@ -68,6 +70,15 @@ def find_reductions(graph: Graph, all_reduce_ops: Sequence[Any] = ()) -> dict[No
     return {node: reduction for node, reduction in found.items() if reduction is not None}
 
 
+def only_all_reduces(reductions: dict[Node, Reduction]) -> dict[Node, Reduction]:
+    """Returns the reductions, with a problem for each reduce-scatter."""
+    problem = "it is a reduce-scatter in a graph that works in place"
+    return {
+        node: replace(one, x=None, problem=problem) if one.scatters else one
+        for node, one in reductions.items()
+    }
+
+
 def _reduction(node: Node, names: set[str], functions: list[Any]) -> Reduction | None:
     name = qualified_name(node.target)
     if name in names or any(node.target is function for function in functions):
@@ -84,6 +95,8 @@ def _reduction(node: Node, names: set[str], functions: list[Any]) -> Reduction |
         return Reduction(node, _tensor(node, 0, "x"), comm_name=argument(node, 1, "comm_name"))
     if name in _NOT_ONE_SUM:
         return Reduction(node, None, group=_group_of(node), problem=_NOT_ONE_SUM[name])
+    if name in _SCATTERS:
+        return replace(_functional(node, in_place=False), scatters=True)
     if name in _FUNCTIONAL:
         return _functional(node, in_place=_FUNCTIONAL[name])
     target = node.target
@@ -102,14 +115,16 @@ _FUNCTIONAL = {
     "c10d_functional::all_reduce": False,
     "_c10d_functional::all_reduce_": True,
 }
-_SCATTER = "it is a reduce-scatter: only all-reduces are fused"
+_SCATTERS = (
+    "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional_autograd::reduce_scatter_tensor",
+)
+_COALESCED_SCATTER = "it reduce-scatters several tensors at once: only one tensor is fused"
 _COALESCED = "it reduces several tensors at once: only all-reduces of one tensor are fused"
 _NOT_ONE_SUM = {
     "_c10d_functional::all_reduce_coalesced": _COALESCED,
     "_c10d_functional::all_reduce_coalesced_": _COALESCED,
-    "_c10d_functional::reduce_scatter_tensor": _SCATTER,
-    "_c10d_functional_autograd::reduce_scatter_tensor": _SCATTER,
-    "_c10d_functional::reduce_scatter_tensor_coalesced": _SCATTER,
+    "_c10d_functional::reduce_scatter_tensor_coalesced": _COALESCED_SCATTER,
     "c10d::allreduce_": "it is c10d's own operator: trace it as a functional collective",
 }
 _FUNCOL = "torch.distributed._functional_collectives"

@@ -176,6 +176,8 @@ class Rewriter:
             self._add(guards.check_values, numbers)
         op = getattr(torch.ops.allnorm, name).default
         kwargs = self._before_residual(match) | self._experts(match)
+        if candidate.reduction.scatters:
+            kwargs |= {"residual_sharded": True, "gather": False}
         call = self._add(op, tuple(args), kwargs)
         last = candidate.served[-1].definers[0]
         if "stack_trace" in last.meta:

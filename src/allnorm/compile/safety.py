@@ -77,8 +77,9 @@ def answer(values: Values, match: Match, question: Node, source: Node) -> Node |
     asked = str(name).removeprefix("aten.").removeprefix("sym_").split(".")[0]
     about = values.shapes.of(source)
     nodes = [match.candidate.reduction.x, match.x]
-    if match.experts is not None and not match.late:
-        nodes.insert(0, match.residual)  # the call may replace `x`
+    scatters = match.candidate.reduction.scatters
+    if (match.experts is not None or scatters) and not match.late:
+        nodes.insert(0, match.residual)  # the call may replace `x`, or `x` has other rows
     for node in nodes:
         tensor = None if node is None else values.shapes.of(node)
         if node is None or about is None or tensor is None:

@@ -214,7 +214,7 @@ class _Propagate(Interpreter):
 
     def _run(self, n: Node) -> Any:
         reduction = self._reductions.get(n)
-        if reduction is not None and reduction.x is not None:
+        if reduction is not None and reduction.x is not None and not reduction.scatters:
             x = self.env[reduction.x]
             return x if reduction.in_place else x.clone()
         result = super().run_node(n)
