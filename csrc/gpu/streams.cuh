@@ -8,6 +8,8 @@
 //   for each stream i:
 //     store(residual_out[row][i], post[i] * sum + mix[i][0] * packs[0] + mix[i][1] * ...)
 //
+// Figures: docs/engineering-log/2026-11-28-hyper-connections.md
+//
 // All streams are read before one is written, because residual_out may be the residual. The lanes
 // pass coefficients on by shuffles, so no block barrier separates the rows of a block.
 #pragma once
