@@ -161,6 +161,21 @@ def test_one_wrong_bit_of_a_stream_is_found() -> None:
     assert error.startswith("streams: 1 of ")
 
 
+def compiled_is_right(rank: int, world_size: int) -> list[str]:
+    mode, errors = Mode(slices=2), []
+    for shape in (ODD, Shape(1, 256), Shape(2, 640)):
+        case = make_case(shape, "bfloat16", "rounded", CPU, rank, world_size, seed=0).of(mode)
+        arm = sharded_norm.make_arm(None, case, mode, "gloo+inductor")  # type: ignore[arg-type]
+        assert isinstance(arm, arms.Arm)
+        errors.append(ranks_bench.check_arm(arm, case, mode))
+    return errors
+
+
+@pytest.mark.long  # 40 s: Inductor compiles six functions
+def test_the_compiled_operations_of_a_sharded_norm_are_right() -> None:
+    assert run_ranks(compiled_is_right, 2) == [[""] * 3] * 2
+
+
 def test_a_float32_residual_is_one_that_16_bits_cannot_hold() -> None:
     case = odd_case().of(Mode(float32_residual=True))
     residual = case.batches[0].residual

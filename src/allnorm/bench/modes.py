@@ -176,7 +176,8 @@ def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
     library = "nccl" if device == "cuda" else "gloo"
     if mode.slices:
         fused = ["allnorm", "allnorm:one_shot", "allnorm:unfused"]
-        return [*(fused if not island_size else fused[:1]), f"{library}+torch"]
+        compiled = [f"{library}+inductor"] if device == "cuda" else []  # slow to compile on CPU
+        return [*(fused if not island_size else fused[:1]), f"{library}+torch", *compiled]
     fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in ALGORITHMS)]
     if island_size:
         fused = ["allnorm", *(f"allnorm:{algorithm}" for algorithm in BETWEEN_ISLANDS)]

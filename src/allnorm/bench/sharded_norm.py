@@ -27,9 +27,12 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
 
     - "allnorm", "allnorm:one_shot", "allnorm:unfused": as for other modes.
     - "nccl+torch": PyTorch's sums of squares, one all-reduce of all of them, and PyTorch's norms.
+    - "nccl+inductor": the same, with the operations before and after the all-reduce compiled.
     """
     if not name.startswith("allnorm"):
-        return Arm(name, _separate(case, mode), no_outcome, check=_check(case, mode, exact=False))
+        compiles = name.endswith("+inductor")
+        separate, check = _separate(case, mode, compiles), _check(case, mode, exact=False)
+        return Arm(name, separate, no_outcome, foreign=compiles, check=check)
     algorithm = name.partition(":")[2] or "auto"
     sizes = [case.shape.hidden_size] * mode.slices
     try:
@@ -93,21 +96,31 @@ def _weights(case: Case, mode: Mode, rank: int | None = None) -> list[tuple[Tens
     return [batch.weight.roll(turn).split(sizes) for batch in case.batches]
 
 
-def _separate(case: Case, mode: Mode) -> Callable[[int], list[Tensor]]:
+def _separate(case: Case, mode: Mode, compiles: bool) -> Callable[[int], list[Tensor]]:
     """Returns the call of separate operations, as models write it."""
     sizes, eps = [case.shape.hidden_size] * mode.slices, case.shape.eps
     tensors = [x.split(sizes, -1) for x in case.xs]
     bias = case.shape.weight_bias
     weights = [[w + bias if bias else w for w in each] for each in _weights(case, mode)]
 
+    dtype, ranks = case.dtype, case.world_size
+
+    def means_of(slices: Sequence[Tensor]) -> Tensor:
+        return torch.cat([x.float().pow(2).mean(-1, keepdim=True) for x in slices], -1)
+
+    def norms(slices: Sequence[Tensor], means: Tensor, gains: Sequence[Tensor]) -> list[Tensor]:
+        scales = torch.rsqrt(means / ranks + eps).split(1, -1)
+        each = zip(slices, scales, gains, strict=True)
+        return [(x.float() * scale * gain).to(dtype) for x, scale, gain in each]
+
+    if compiles:
+        torch.compiler.reset()  # after eight shapes, functions would no longer be compiled
+        means_of = torch.compile(means_of, dynamic=False)
+        norms = torch.compile(norms, dynamic=False)
+
     def call(index: int) -> list[Tensor]:
-        wide = [x.float() for x in tensors[index]]
-        means = torch.cat([x.pow(2).mean(-1, keepdim=True) for x in wide], -1)
+        means = means_of(tensors[index])
         dist.all_reduce(means)
-        scales = torch.rsqrt(means / case.world_size + eps).split(1, -1)
-        return [
-            (x * scale * weight).to(case.dtype)
-            for x, scale, weight in zip(wide, scales, weights[index], strict=True)
-        ]
+        return norms(tensors[index], means, weights[index])
 
     return call

@@ -367,7 +367,8 @@ def _explanation(job: Job) -> str:
     if any(mode.slices for mode in job.modes):
         text += (
             " Sharded norm: rms_norm_sharded of a rank's slices, such as q and k, side by side in "
-            "one tensor. +torch: sums of squares, their all-reduce, and norms in PyTorch."
+            "one tensor. +torch: sums of squares, their all-reduce, and norms in PyTorch; "
+            "+inductor: the same, compiled."
         )
     if any(mode.streams for mode in job.modes):
         text += (
