@@ -3,8 +3,8 @@
     python fast_call_alone.py LIBRARY SIZE_OF_CALL OFFSET...
 
 OFFSET... are the offsets in a C call of x, residual, weight, out, residual_out, quantized, scale,
-post_weight, expert_index, expert_weights and shared. The program needs only the standard
-library, so that any CPython can run it.
+post_weight, expert_index, expert_weights, shared, prefetch, post and mix. The program needs only
+the standard library, so that any CPython can run it.
 """
 
 import ctypes
@@ -96,6 +96,13 @@ class Post:
         self.weight, self.eps, self.bias = weight, eps, bias
 
 
+class Factors:
+    """An argument that consists of two tensors, like HyperConnection."""
+
+    def __init__(self, post, mix):
+        self.post, self.mix = post, mix
+
+
 class Given:
     """An argument that may hold one of the call's tensors, like Fp8PerTensor."""
 
@@ -130,6 +137,7 @@ TABLE = (
     *((name, (None,), name, ()) for name in MEMORY),
     ("left", (None,), "expert_weights", ()),
     ("ahead", (None,), "prefetch", ()),
+    ("factors", (None,), None, ((Factors, (("post", "post"), ("mix", "mix"))),)),
 )
 
 
@@ -288,10 +296,10 @@ def main(path, size, *offsets):
         )
 
     nothing, tensor, same_as_input = range(3)
-    out_at, residual_out_at, quantized_at, scale_at = range(9, 13)
+    out_at, residual_out_at, quantized_at, scale_at = range(11, 15)
     made_new = ((out_at, empty, geometry), (residual_out_at, empty, geometry))
 
-    def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 5, **changes):
+    def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 7, **changes):
         enabled, overwrite = changes.pop("grad_enabled", None), changes.pop("overwrite", None)
         checks = changes.pop("check", check)
         static_scale, quantized, scale = more
@@ -300,8 +308,8 @@ def main(path, size, *offsets):
         values = tuple(named.get(name, *default) for name, default, *_ in TABLE)
         return library.allnorm_fast_call_prepare(
             *(native, checks, enabled, overwrite, values, results),
-            *((ctypes.c_uint8 * 13)(*given), (ctypes.c_uint8 * 13)(*[4] * 13)),
-            (ctypes.c_uint64 * 13)(*[16] * 13),
+            *((ctypes.c_uint8 * 15)(*given), (ctypes.c_uint8 * 15)(*[4] * 15)),
+            (ctypes.c_uint64 * 15)(*[16] * 15),
         )
 
     def arguments(a=x, b=residual, c=weight, **more):
@@ -420,19 +428,21 @@ def main(path, size, *offsets):
         assert not is_made(quantizing, **{**memory, "scale_out": taken})
     # Arguments with parts, each one of the call's tensors or a constant.
     extended, keep_extended, *_ = new()
-    parts = tuple(map(Tensor, (200, 216, 232, 248, 328)))
+    parts = tuple(map(Tensor, (200, 216, 232, 248, 328, 360, 376)))
 
-    def with_parts(post, index, left, shared, ahead):
-        return {"a": Sum(x, index, shared), "post": Post(post), "left": left, "ahead": ahead}
+    def with_parts(post, index, left, shared, ahead, *factors):
+        given = {"a": Sum(x, index, shared), "post": Post(post), "left": left, "ahead": ahead}
+        return {**given, "factors": Factors(*factors)}
 
-    keep_extended(prepare(made_new, before=(tensor,) * 5, **with_parts(*parts)))
-    parts = tuple(map(Tensor, (264, 280, 296, 312, 344)))
+    keep_extended(prepare(made_new, before=(tensor,) * 7, **with_parts(*parts)))
+    parts = tuple(map(Tensor, (264, 280, 296, 312, 344, 392, 408)))
     assert is_made(extended, **with_parts(*parts))
     assert launches.seen_more == tuple(t.address for t in parts)
-    assert checked[-1] == 8
+    assert checked[-1] == 10
     assert not is_made(extended)
-    assert not is_made(extended, **with_parts(*parts[:3], None, parts[4]))
-    assert not is_made(extended, **with_parts(*parts[:4], None))
+    assert not is_made(extended, **with_parts(*parts[:3], None, *parts[4:]))
+    assert not is_made(extended, **with_parts(*parts[:4], None, *parts[5:]))
+    assert not is_made(extended, **with_parts(*parts[:6], None))
     for other in (Post(parts[0], 1e-6), Post(parts[0], 1e-5, -0.5), parts[0], None, Given(x)):
         assert not is_made(extended, **{**with_parts(*parts), "post": other})
     for other in (Post(parts[0]), Sum(x, "index", parts[3]), Sum(None, *parts[:2]), x):
@@ -485,8 +495,8 @@ def main(path, size, *offsets):
     keep_counted(prepare(made_new, overwrite=failing))
     assert not is_made(counted), "Python repeats the failing step"
     assert not lock.locked()
-    wrong_places = ((13, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
-    for wrong in (*wrong_places, (9, empty), (9,), 3):
+    wrong_places = ((15, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
+    for wrong in (*wrong_places, (11, empty), (11,), 3):
         try:
             prepare((wrong,))
         except (ValueError, TypeError, IndexError, SystemError):

@@ -397,7 +397,7 @@ def test_any_interpreter(minor: int | None) -> None:
     library = package / "lib" / "liballnorm_python.so"
     pointers = (
         *("x", "residual", "weight", "out", "residual_out", "quantized", "scale"),
-        *("post_weight", "expert_index", "expert_weights", "shared", "prefetch"),
+        *("post_weight", "expert_index", "expert_weights", "shared", "prefetch", "post", "mix"),
     )
     numbers = [ctypes.sizeof(_native.Call)] + [getattr(_native.Call, p).offset for p in pointers]
     program = pathlib.Path(__file__).parent / "fast_call_alone.py"
