@@ -23,7 +23,7 @@ inline Features needs_of(const AllnormCall& call) {
   return {.experts = sums_experts(call),
           .islands = is_hierarchical(call),
           .post_step = changes_sum(call),
-          .float32_residual = has_float32_residual(call),
+          .float32_residual = has_float32_residual(call) && !mixes_streams(call),
           .all_formats = is_nvfp4(call) || is_swizzled(call)};
 }
 

@@ -52,7 +52,7 @@ int launch_streams(shim::Machine& machine, const AllnormCommConfig& config, Stre
                  find_kernel<T>({.kind = kind_of_streams(call, params.world_size, dense),
                                  .world_size = params.world_size,
                                  .format = RowFormat::kPlain,
-                                 .needs = kBasic});
+                                 .needs = needs_of(call)});
              reinterpret_cast<void (*)(FusedParams)>(const_cast<void*>(kernel))(params);
            });
          }});
