@@ -274,7 +274,7 @@ def choose(
         # rate.
         link_gbps = next((table.link_gbps for table in traits.tables), 0.0)
     num_chunks = -(-num_tokens // rows) if num_tokens else 0
-    ahead = _prefetch_bytes(traits, algorithm, num_tokens, hidden_size * element_bytes)
+    ahead = _prefetch_bytes(traits, algorithm, num_tokens)
     return Plan(algorithm, reason, num_chunks, num_blocks, source, link_gbps, cluster_size, ahead)
 
 
@@ -335,12 +335,17 @@ def _slice_obstacle(traits: Traits, size: int, element_bytes: int, requested: st
     return _obstacle(wide, size, element_bytes, dict.fromkeys(FUSED, 1), requested, False)
 
 
-def _prefetch_bytes(traits: Traits, algorithm: str, num_tokens: int, row_bytes: int) -> int:
-    """Returns how much of the next weight a call loads into the L2 cache while it waits."""
+def prefetch_tokens(traits: Traits) -> int:
+    """Returns up to how many rows a call prefetches the next weight; 0: none does."""
     measured = (table.prefetch_tokens for table in traits.tables)
-    most = next((tokens for tokens in measured if tokens is not None), _PREFETCH_TOKENS)
-    fits = traits.backend == "cuda" and algorithm == "one_shot" and num_tokens <= most
-    return _PREFETCH_BYTES if fits else 0
+    return next((tokens for tokens in measured if tokens is not None), _PREFETCH_TOKENS)
+
+
+def _prefetch_bytes(traits: Traits, algorithm: str, num_tokens: int) -> int:
+    """Returns how much of the next weight a call loads into the L2 cache while it waits."""
+    # With two_shot and wider rows, every block has a row.
+    fits = traits.backend == "cuda" and algorithm == "one_shot"
+    return _PREFETCH_BYTES if fits and num_tokens <= prefetch_tokens(traits) else 0
 
 
 def _choose_between(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +84,22 @@ GRAPHS: dict[Callable[..., Any], str | None] = {
 }
 
 
+def fuse_for_prefetch(module: Any, inputs: Any) -> Any:
+    """Fuses a graph as where a table turns prefetch on."""
+    with mock.patch("allnorm.policy._PREFETCH_TOKENS", 32):
+        return fuse(module, inputs, communicator=comm())
+
+
+@on(cpu=(2,))
+def test_no_weight_is_passed_where_no_call_prefetches(rank: int, world_size: int) -> None:
+    inputs = [*Inputs().make(rank), *(torch.randn(2, HIDDEN, HIDDEN).bfloat16().unbind())]
+    module = symbolic_trace(linear)
+    fuse(module, inputs, communicator=comm())
+    (call,) = fused_calls(module)
+    node = next(node for node in module.graph.nodes if node.name == call)
+    assert "prefetch" not in node.kwargs
+
+
 @on(cpu=(2,))
 @pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.__name__)
 @pytest.mark.parametrize("trace", ["symbolic", "make_fx"])
@@ -93,7 +110,7 @@ def test_weight_of_the_next_gemm(
     module: Any = symbolic_trace(graph) if trace == "symbolic" else make_fx(graph)(*inputs)
     expected = module(*inputs)
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    report = fuse(module, inputs, communicator=comm())
+    report = fuse_for_prefetch(module, inputs)
     assert len(report.fused) == 1
     (call,) = fused_calls(module)
     node = next(node for node in module.graph.nodes if node.name == call)
@@ -184,7 +201,7 @@ def test_weight_of_a_quantized_linear(
     inputs = [*Inputs().make(rank), weight, 0.1 + torch.rand(HIDDEN // 16, HIDDEN // 16)]
     module: Any = symbolic_trace(graph)
     expected = module(*inputs)
-    report = fuse(module, inputs, communicator=comm())
+    report = fuse_for_prefetch(module, inputs)
     assert len(report.fused) == 1
     (call,) = fused_calls(module)
     node = next(node for node in module.graph.nodes if node.name == call)
@@ -215,7 +232,7 @@ def test_weight_of_a_module(rank: int, world_size: int) -> None:
     module = symbolic_trace(Model())
     x, residual, _ = Inputs().make(rank)
     expected = module(x, residual)
-    fuse(module, (x, residual), communicator=comm())
+    fuse_for_prefetch(module, (x, residual))
     (call,) = fused_calls(module)
     node = next(node for node in module.graph.nodes if node.name == call)
     hint: Any = node.kwargs["prefetch"]
@@ -243,7 +260,8 @@ def test_compiled_code_passes_the_weight(rank: int, world_size: int) -> None:
             if "all_reduce_add_rms_norm" in str(node.target)
         )
 
-    with config.patch(post_grad_custom_post_pass=look):
+    turned_on = mock.patch("allnorm.policy._PREFETCH_TOKENS", 32)
+    with turned_on, config.patch(post_grad_custom_post_pass=look):
         compiled = torch.compile(linear, fullgraph=True)
         result = compiled(*inputs, a, a)
     assert [node is not None for node in seen] == [True]

@@ -105,17 +105,18 @@ def test_wrong_hints_are_refused_by_all(rank: int, world_size: int) -> None:
             assert words in text, text
 
 
-def plan(backend: str, tokens: int, columns: int, requested: str = "auto") -> Plan:
+def plan(backend: str, tokens: int, requested: str = "auto", most: int | None = 32) -> Plan:
     rows = {"one_shot": 10_000, "two_shot": 10_000}
-    return policy.choose(Traits(backend, 2), tokens, columns, 2, rows, requested)
+    traits = Traits(backend, 2, tables=(policy.Table("a test", {}, 0.0, most),))
+    return policy.choose(traits, tokens, 4096, 2, rows, requested)
 
 
 def test_amounts() -> None:
-    assert plan("cuda", 1, 4096).prefetch_bytes > 0
-    assert plan("cuda", 1, 4096, "two_shot").prefetch_bytes > 0
-    for case in (("cuda", 8192, 4096), ("cuda", 1, 512), ("cuda", 1, 4096, "unfused")):
+    assert plan("cuda", 1).prefetch_bytes > 0
+    assert plan("cuda", 32).prefetch_bytes > 0
+    for case in (("cuda", 33), ("cuda", 1, "two_shot"), ("cuda", 1, "unfused"), ("cpu", 1)):
         assert plan(*case).prefetch_bytes == 0
-    assert plan("cpu", 1, 4096).prefetch_bytes == 0
+    assert plan("cuda", 1, most=None).prefetch_bytes == 0, "by default"
     assert dispatch._LOCAL_PLAN.prefetch_bytes == 0
 
 

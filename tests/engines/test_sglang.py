@@ -14,6 +14,7 @@ import inspect
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def prefetched_weights(plugin: Any, rank: int, world_size: int, family: str) -> 
         return run(*args, prefetch=prefetch, **kwargs)
 
     comm.all_reduce_add_rms_norm = watching
-    engine.run(model)
+    with mock.patch("allnorm.policy._PREFETCH_TOKENS", 32):
+        engine.run(model)
     return [name.removeprefix("model.layers.").removesuffix(".weight") for name in seen]
 
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from allnorm import policy
 from allnorm.compile import guards, prefetch
 from allnorm.compile.candidate import Match, Weight
 from allnorm.compile.expressions import Value
@@ -18,6 +19,7 @@ from allnorm.compile.safety import answer, is_answered
 from allnorm.compile.shapes import FLOATS, has_contiguous_rows, is_contiguous
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import is_pure, operation
+from allnorm.core import registry
 
 # For the operators that quantize: the indices of the argument return_normed and of the result
 # normed.
@@ -39,7 +41,7 @@ class Rewriter:
         self._superfluous: set[Node] = set()
         self._answered: set[Node] = set()
         self._quantizing: list[Node] = []
-        self._calls: list[Node] = []
+        self._prefetching: list[Node] = []
 
     def apply(self, match: Match, comm_name: str) -> None:
         """Replaces one site with a call on the named communicator."""
@@ -48,8 +50,9 @@ class Rewriter:
             self._reduce(match, comm_name)
         self._place = self._place_of_call(match)
         call = self._call(match, comm_name)
-        if not candidate.is_local:
-            self._calls.append(call)
+        comm = registry.find(comm_name, None)
+        if not candidate.is_local and comm is not None and policy.prefetch_tokens(comm.traits):
+            self._prefetching.append(call)
         # The call's results, in order.
         served: list[Value | None] = [candidate.normed, candidate.summed]
         if quantization is not None:
@@ -105,7 +108,7 @@ class Rewriter:
             if all(user.args[1] != _NORMED for user in call.users):
                 call.update_arg(_RETURN_NORMED, False)
                 self._describe(call)
-        for call in self._calls:
+        for call in self._prefetching:
             weight = prefetch.next_weight(call, self._shapes)
             if weight is not None:
                 call.update_kwarg("prefetch", weight)

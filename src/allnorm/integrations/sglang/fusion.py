@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import allnorm
+from allnorm import policy
 from allnorm.integrations.sglang.norms import (
     ATTRIBUTE,
     NormArithmetic,
@@ -90,7 +91,7 @@ class Fusion:
             numerics=how.numerics,
             post_norm=post,
             scale=before.scale,
-            prefetch=next_weight(how, x.device),
+            prefetch=self._next_weight(how),
         )
 
     def quantized_norm(
@@ -126,9 +127,13 @@ class Fusion:
             *(x, residual, module.weight, eps_of(module), quant, keep_bf16),
             weight_bias=how.weight_bias,
             numerics=how.numerics,
-            prefetch=next_weight(how, x.device),
+            prefetch=self._next_weight(how),
         )
         return ((normed, fp8, scale) if keep_bf16 else (fp8, scale)), residual_out
+
+    def _next_weight(self, how: NormArithmetic) -> torch.Tensor | None:
+        wanted = policy.prefetch_tokens(self.communicator.traits)
+        return next_weight(how, self.communicator.device) if wanted else None
 
     def _count(self, module: Any) -> None:
         if not torch.compiler.is_compiling():
