@@ -185,9 +185,8 @@ GUIDES = {
         ("h200x4-vllm-70b.jsonl", "790f543", ("default",)),
     ),
     "sglang.md": (
+        ("h200x2-sglang-qwen3.jsonl", "f58fb25", ("default", "unfused")),
         ("h100x2-sglang-8b.jsonl", "4b24109", ("default",)),
-        ("h200x2-sglang-8b.jsonl", "feb7f3b", ("default",)),
-        ("h200x4-sglang-8b.jsonl", "f2624c4", ("default",)),
     ),
 }
 
