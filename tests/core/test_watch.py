@@ -339,6 +339,7 @@ def test_a_death_during_creation(rank: int, world_size: int, after: float) -> No
 KILLS, RIGS = 60, 2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(HANG_SECONDS + 300)
 def test_kills_at_random_moments(record_property: Any) -> None:
     """Every survivor names the dead rank and its process, long before the timeout of 600 s."""

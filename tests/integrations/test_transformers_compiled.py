@@ -77,7 +77,7 @@ def test_toggling_never_runs_a_stale_graph(
         assert graphs.compiled == [{"allnorm": sites}, {"c10d": sites}]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on(cpu=(2,))
 @torch.no_grad()
 def test_static_cache_compiled(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:

@@ -365,7 +365,7 @@ def test_adapters(rank: int, world_size: int, tmp_path: pathlib.Path, family: st
         assert len(fused.report(model).fused) == 2 * models.LAYERS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on(cpu=(2,))
 @torch.no_grad()
 def test_compiled_with_hooks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
