@@ -40,9 +40,13 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
     pass_on, positions = operator.pass_on, operator.positions
     name_at, rows_at = positions.get("comm_name"), positions.get("residual_rows", len(positions))
 
+    hint_at = positions.get("prefetch", len(positions))
     takes_lists = operator.takes_lists
 
     def run(*arguments: Any) -> Any:
+        if len(arguments) > hint_at and isinstance(arguments[hint_at], _Tensor):
+            # Engines have weights of subclasses. A refused call that is repeated takes 0.4 ms.
+            arguments = tuple(_without_subclasses(arguments) or arguments)
         x = arguments[0][0] if takes_lists else arguments[0]
         comm_name = "" if name_at is None else arguments[name_at]
         dispatcher = _dispatchers.get((comm_name, x.is_cuda)) or _other_dispatcher(comm_name, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rank_helpers import Case, device, message_of, on
 
 import allnorm
 from allnorm import policy
-from allnorm.core import dispatch
+from allnorm.core import dispatch, tensors
 from allnorm.policy import Plan, Traits
 
 CASE = Case((5, 2048))
@@ -66,6 +67,30 @@ def test_results_are_the_same_in_compiled_code(rank: int, world_size: int) -> No
 
         given = CASE.call_arguments(c)
         CASE.compare(c, *layer(CASE.x(rank), given["residual"], given["weight"], weight))
+
+
+class EngineWeight(torch.nn.Parameter):
+    """A weight like those of vLLM: a subclass with a function of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_an_operator_refuses_no_subclass_first(rank: int, world_size: int) -> None:
+    """Each refused and repeated call would cost more than the call."""
+    hint = EngineWeight(torch.ones(64, 256, device=device()), requires_grad=False)
+    operator = torch.ops.allnorm.all_reduce_add_rms_norm
+    refuse = mock.patch.object(tensors, "_refuse_type", side_effect=AssertionError("refused"))
+    with allnorm.Communicator(device=device()) as c, refuse:
+        given = CASE.call_arguments(c)
+        for _ in range(3):
+            results = operator(
+                *(CASE.x(rank), given["residual"], given["weight"], 1e-6, 0.0, "rounded", c.name),
+                prefetch=hint,
+            )
+            CASE.compare(c, *results)
 
 
 @on(cpu=(2,))
