@@ -167,7 +167,7 @@ std::map<uintptr_t, uint64_t> prefetched(int num_clusters, int cluster_size, con
                                          int64_t bytes) {
   Random random(1);
   std::deque<Operation> operations;
-  operations.push_back(make_operation(2, random, norm_call(ALLNORM_ONE_SHOT, 3, 2048), true));
+  operations.push_back(make_operation(2, random, norm_call(ALLNORM_ONE_SHOT, 3, 512), true));
   operations.back().cluster_size = cluster_size;
   operations.back().num_blocks = num_clusters * cluster_size;
   operations.back().call.prefetch = data;
@@ -197,8 +197,8 @@ TEST(prefetch) {
       uintptr_t at = (begin + 15) / 16 * 16;
       const uintptr_t end = std::max(at, (begin + static_cast<uintptr_t>(bytes)) / 16 * 16);
       const void* const data = bytes == 0 ? nullptr : reinterpret_cast<const void*>(begin);
-      for (const auto& [address, length] :
-           prefetched(5 + static_cast<int>(start), 1 + static_cast<int>(start % 2), data, bytes)) {
+      for (const auto& [address, length] : prefetched(
+               5 + static_cast<int>(start % 3), 1 + static_cast<int>(start % 2), data, bytes)) {
         check(address == at && length % 16 == 0 && length > 0,
               "%lld bytes from %lld: a part of %llu bytes at %zx, expected one at %zx",
               static_cast<long long>(bytes), static_cast<long long>(start),
