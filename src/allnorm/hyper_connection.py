@@ -14,7 +14,7 @@ class HyperConnection(NamedTuple):
     New stream i of a token is `post[i] * sum + mix[i][0] * residual[0] + mix[i][1] * residual[1] +
     ...`, in float32 and in this order, rounded once. `streams` is 2 to 8.
 
-    Args:
+    Attributes:
         post: `[..., streams]`, float32: factors of the reduced sum.
         mix: `[..., streams, streams]`, float32: `mix[..., i, j]` is the factor of residual stream j
             in new stream i.
