@@ -150,8 +150,11 @@ def test_other_numbers_of_rows(rank: int, world_size: int) -> None:
 
 
 MISSED = {
-    "no residual add with an RMSNorm": lambda rows, r, w: torch.relu(llama(rows, w)) + r,
-    "tensor of 3 dimensions": lambda rows, r, w: llama(rows + r, w),
+    "no residual add with an RMSNorm of its rows follows the reduce-scatter": lambda rows, r, w: (
+        torch.relu(llama(rows, w)) + r
+    ),
+    "in a shape other than that of the rank's rows": lambda rows, r, w: llama(rows + r[None], w),
+    "reduce-scatters a tensor of 3 dimensions": lambda rows, r, w: llama(rows + r, w),
     "the reduced tensor itself is also used": lambda rows, r, w: (llama(rows + r, w), rows),
 }
 
@@ -171,4 +174,9 @@ def test_a_graph_that_works_in_place(rank: int, world_size: int) -> None:
         return llama(residual.add_(rows), w)
 
     given = inputs(rank, world_size)
-    check_missed(graph(world_size, after), given, "reduce-scatter in a graph", communicator=comm())
+    check_missed(
+        graph(world_size, after),
+        given,
+        "reduce-scatter in a graph that works in place",
+        communicator=comm(),
+    )

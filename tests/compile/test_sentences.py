@@ -34,6 +34,10 @@ ELSEWHERE = {
     "effect token": "test_tracing.py",
     "changes an argument other than its first tensor": "test_contents.py",
     "a part of the tensor": "test_contents.py",
+    "in a shape other than that of the rank's rows": "test_scatter.py",
+    "follows the reduce-scatter": "test_scatter.py",
+    "reduce-scatters a tensor of": "test_scatter.py",
+    "reduce-scatter in a graph that works in place": "test_scatter.py",
 }
 # Maps parts of sentences that no graph produces to the cause, or to where the text appears instead.
 GUARDS = {
