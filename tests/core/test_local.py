@@ -16,8 +16,9 @@ from allnorm import reference
 from allnorm.core import dispatch, fast_call, local
 from allnorm.core.dispatch import Dispatcher
 from allnorm.testing import assert_same_bits, rank_input, shared_input
-from allnorm.verify.case import VALUES, Layout, Memory, with_padding
+from allnorm.verify.case import VALUES, with_padding
 from allnorm.verify.corners import BOTH, DTYPE_LIST, MODES, every
+from allnorm.verify.memory import Layout, Memory
 
 HIDDEN_SIZES = (1, 3, 7, 8, 9, 31, 120, 255, 256, 257, 1000, 2880, 2944, 4095, 4096, 5760, 16384)
 MAKE = Dispatcher.run

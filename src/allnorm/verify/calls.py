@@ -22,7 +22,8 @@ from allnorm.quant import Quant, empty_scale, quantized_dtype
 from allnorm.testing import DTYPES, gather
 from allnorm.testing.bits import as_integers
 from allnorm.testing.rank import device
-from allnorm.verify.case import VALUES, Case, Experts, Layout, Memory, rows_of, slice_sizes
+from allnorm.verify.case import VALUES, Case, Experts, rows_of, slice_sizes
+from allnorm.verify.memory import Layout, Memory
 
 EPS = 1e-5
 SCALE_NAMES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,71 +24,13 @@ from allnorm.testing import (
     special_input,
 )
 from allnorm.testing.rank import device
+from allnorm.verify.memory import USUAL, Memory, expression
 
 VALUES = (*SPECIAL_KINDS, "sentinels", "finite_sentinels")
 """Values of `Case.kind` that select special numbers as inputs."""
 
 Results = dict[str, torch.Tensor]
 """A call's results, keyed by: reduced, rows, normed, residual_out, quantized, scale."""
-
-
-# ---- memory layouts ------------------------------------------------------------------------------
-
-
-def _expression(value: Any) -> str:
-    """Returns the expression that creates this value, without fields that have their defaults."""
-    given = (
-        f"{f.name}={getattr(getattr(value, f.name), '__name__', None) or getattr(value, f.name)!r}"
-        for f in fields(value)
-        if getattr(value, f.name) != f.default
-    )
-    return f"{type(value).__name__}({', '.join(given)})"
-
-
-@dataclass(frozen=True, repr=False)
-class Layout:
-    """The layout of a tensor's rows in a larger buffer, which is filled with other numbers."""
-
-    pad: int = 0  # elements between two rows
-    offset: int = 0  # elements before the first row
-    reverse: bool = False  # whether the leading dimensions are in reverse order
-    expand: bool = False  # whether all rows are the same row, with stride 0
-
-    __repr__ = _expression
-
-    def place(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of the values with this layout."""
-        if self.expand:
-            return values[:1].clone().expand(values.shape)
-        order = list(range(values.dim() - 1))
-        if self.reverse:
-            order.reverse()
-        order.append(values.dim() - 1)
-        moved = values.permute(order)
-        width = moved.shape[-1] + self.pad
-        memory = torch.full(
-            (moved[..., :1].numel() * width + self.offset,), 9.0, device=values.device
-        ).to(values.dtype)
-        rows = memory[self.offset :].view(*moved.shape[:-1], width)[..., : moved.shape[-1]]
-        rows.copy_(moved)
-        return rows.permute(order)  # a reversal is its own inverse
-
-
-@dataclass(frozen=True, repr=False)
-class Memory:
-    """The memory layout of a call's tensors."""
-
-    x: Layout = Layout()  # layout of this rank's rows
-    residual: Layout = Layout()  # layout of the residual
-    weight_offset: int = 0  # elements before the weights
-    out: str = "new"  # for normed or reduced rows: "new" memory, the caller's ("own"), or "x"
-    residual_out: str = "new"  # for the new residual: "new", "own", or "residual"
-    results: Layout = Layout()  # layout of the caller's memory for results, quantized ones too
-
-    __repr__ = _expression
-
-
-# ---- a call --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -154,9 +96,9 @@ class Case:
     # Elements to overwrite, each as (tensor, index, number). Tensors are "weight", "residual", and
     # "x0" for the rows of rank 0.
     put: tuple[tuple[str, Any, float], ...] = ()
-    memory: Memory = Memory()
+    memory: Memory = USUAL
 
-    __repr__ = _expression
+    __repr__ = expression
 
     def but(self, **changes: Any) -> Case:
         """Returns the case with some fields changed."""

@@ -19,7 +19,8 @@ from allnorm.names import ALGORITHMS, BETWEEN_ISLANDS, FUSED, NUMERICS
 from allnorm.testing import DTYPES, SENTINEL_WORDS
 from allnorm.testing.rank import device
 from allnorm.verify.calls import EXPERTS, SCALE_NAMES, specs
-from allnorm.verify.case import VALUES, Case, Experts, Layout, Memory
+from allnorm.verify.case import VALUES, Case, Experts
+from allnorm.verify.memory import Layout, Memory
 
 Cases = tuple[Case, ...]
 
