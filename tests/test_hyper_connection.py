@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import time
 from typing import Any
 
 import pytest
 import torch
-from rank_helpers import DTYPES, comm, device, message_of, on, synchronize
+from rank_helpers import DTYPES, comm, device, message_of, on, run_and_check, used_communicator
 
 import allnorm
 from allnorm import reference
@@ -252,12 +251,6 @@ DIFFERENT = {
 }
 
 
-def synchronize_and_check(c: allnorm.Communicator) -> None:
-    """Raises the error of a call that has failed on the GPU."""
-    synchronize()
-    c.check()
-
-
 def different_call(c: allnorm.Communicator, field: str, algorithm: str) -> None:
     """Makes a call; the last rank's call differs in a field."""
     shape, streams, dtype, wide = (3, 64), 4, torch.bfloat16, False
@@ -275,7 +268,6 @@ def different_call(c: allnorm.Communicator, field: str, algorithm: str) -> None:
         c.all_reduce_hyper_connection(
             *(inputs.xs[c.rank], inputs.residual, inputs.connection), algorithm=algorithm
         )
-    synchronize_and_check(c)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "unfused"])
@@ -284,7 +276,7 @@ def test_different_calls_fail_on_every_rank(rank: int, world_size: int, algorith
     for field, text in DIFFERENT.items():
         with allnorm.Communicator(device=device(), timeout=60) as c:
             with pytest.raises(allnorm.PeerDivergedError) as caught:
-                different_call(c, field, algorithm)
+                run_and_check(c, lambda c=c, field=field: different_call(c, field, algorithm))
             assert text in str(caught.value), (field, str(caught.value))
 
 
@@ -292,8 +284,7 @@ def test_different_calls_fail_on_every_rank(rank: int, world_size: int, algorith
 @on(cpu=(2,), gpu=(2,))
 def test_timeout(rank: int, world_size: int, algorithm: str) -> None:
     inputs = Inputs(0, world_size, (3, 64), 4, torch.bfloat16)
-    with allnorm.Communicator(device=device(), timeout=datetime.timedelta(seconds=0.3)) as c:
-        inputs.check(c, algorithm=algorithm)
+    with used_communicator(0.3, lambda c: inputs.check(c, algorithm=algorithm)) as c:
         if rank == 1:
             time.sleep(1.0)
             return
@@ -305,9 +296,8 @@ def test_timeout(rank: int, world_size: int, algorithm: str) -> None:
                 algorithm=algorithm,
                 residual_out=out,
             )
-            synchronize_and_check(c)
 
-        message_of(allnorm.PeerTimeoutError, call)
+        message_of(allnorm.PeerTimeoutError, lambda: run_and_check(c, call))
         assert bool(out.isnan().all())
 
 

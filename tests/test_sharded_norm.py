@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import DTYPES, comm, device, message_of, on, synchronize, used_communicator
+from rank_helpers import DTYPES, comm, device, message_of, on, run_and_check, used_communicator
 
 import allnorm
 from allnorm import reference
@@ -207,12 +207,6 @@ DIFFERENT = {
 }
 
 
-def synchronize_and_check(c: allnorm.Communicator) -> None:
-    """Raises the error of a call that has failed on the GPU."""
-    synchronize()
-    c.check()
-
-
 def different_call(c: allnorm.Communicator, field: str, algorithm: str) -> None:
     """Makes a call; the last rank's call differs in a field."""
     tensors, weights = slices_of(0, c.world_size, (3,), (64, 32), torch.bfloat16)
@@ -228,9 +222,8 @@ def different_call(c: allnorm.Communicator, field: str, algorithm: str) -> None:
         w = [each.to(torch.bfloat16) for each in w] if field == "weight dtype" else w
         if field == "op":
             c.all_reduce(x[0], algorithm=algorithm)
-            return synchronize_and_check(c)
+            return
     c.rms_norm_sharded(x, w, eps, **more)
-    synchronize_and_check(c)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "unfused"])
@@ -239,7 +232,7 @@ def test_different_calls_fail_on_every_rank(rank: int, world_size: int, algorith
     for field, text in DIFFERENT.items():
         with allnorm.Communicator(device=device(), timeout=60) as c:
             with pytest.raises(allnorm.PeerDivergedError) as caught:
-                different_call(c, field, algorithm)
+                run_and_check(c, lambda c=c, field=field: different_call(c, field, algorithm))
             assert text in str(caught.value), (field, str(caught.value))
 
 
@@ -254,9 +247,8 @@ def test_timeout(rank: int, world_size: int) -> None:
 
         def call() -> None:
             c.rms_norm_sharded(tensors[0], weights[0], EPS, 0.0, out)
-            synchronize_and_check(c)
 
-        message_of(allnorm.PeerTimeoutError, call)
+        message_of(allnorm.PeerTimeoutError, lambda: run_and_check(c, call))
         assert all(bool(x.isnan().all()) for x in out)
 
 
