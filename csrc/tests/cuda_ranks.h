@@ -196,4 +196,35 @@ void run_operations(Operations& operations, uint64_t seed, uint32_t first_op) {
   check_results(group, operations, first_op);
 }
 
+template <class Function>
+void at_dtype(int dtype, const Function& function) {
+  if (dtype == ALLNORM_FLOAT32) return function(Float32());
+  if (dtype == ALLNORM_FLOAT16) return function(Float16());
+  function(Bfloat16());
+}
+
+// Runs calls of an operator with a data type of its own on all ranks, and compares the results.
+// `launch` enqueues the launches of one rank, and returns their number.
+template <class Call, class Launch>
+void run_and_compare(const char* what, int world_size, uint64_t seed, uint32_t first_op,
+                     std::vector<Call>& calls, const Launch& launch) {
+  FiberGroup group(world_size, first_op, /*timeout_ns=*/int64_t{1} << 60);
+  shim::Machine machine(world_size, seed, static_cast<shim::Schedule>(seed % shim::kSchedules));
+  group.share_with(machine);
+  uint32_t next_op = first_op;
+  for (Call& call : calls) {
+    int launches = 0;
+    for (int rank = 0; rank < world_size; ++rank) {
+      const auto r = static_cast<size_t>(rank);
+      launches = launch(machine, group.configs[r], call, &group.faults[r]);
+    }
+    next_op += static_cast<uint32_t>(launches);
+  }
+  run_to_end(machine, what, seed);
+  for (const Call& call : calls) {
+    for (int rank = 0; rank < world_size; ++rank) call.compare(rank, "fused", seed);
+  }
+  group.check_at_rest(next_op);
+}
+
 }  // namespace allnorm::testing

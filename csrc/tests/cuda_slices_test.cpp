@@ -13,13 +13,6 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-template <class Function>
-void at_dtype(int dtype, const Function& function) {
-  if (dtype == ALLNORM_FLOAT32) return function(Float32());
-  if (dtype == ALLNORM_FLOAT16) return function(Float16());
-  function(Bfloat16());
-}
-
 int64_t random_size(Random& random) {
   static constexpr int64_t kSizes[] = {8, 16, 120, 128, 256, 1024, 2880, 2944};
   return random.below(2) == 0 ? kSizes[random.below(8)] : 8 * (1 + random.below(90));
@@ -66,23 +59,11 @@ void test_fused(int world_size, uint64_t seed, int num_calls, uint32_t first_op)
     calls.push_back(make_slices(random, world_size, static_cast<int>(random.below(3)),
                                 1 + random.below(6), sizes, true));
   }
-  FiberGroup group(world_size, first_op, /*timeout_ns=*/int64_t{1} << 60);
-  shim::Machine machine(world_size, seed, static_cast<shim::Schedule>(seed % shim::kSchedules));
-  group.share_with(machine);
-  uint32_t next_op = first_op;
-  for (SliceCall& call : calls) {
-    int launches = 0;
-    for (int rank = 0; rank < world_size; ++rank) {
-      const auto r = static_cast<size_t>(rank);
-      launches = launch_slices(machine, group.configs[r], call, &group.faults[r], random.next());
-    }
-    next_op += static_cast<uint32_t>(launches);
-  }
-  run_to_end(machine, "slices", seed);
-  for (const SliceCall& call : calls) {
-    for (int rank = 0; rank < world_size; ++rank) call.compare(rank, "fused", seed);
-  }
-  group.check_at_rest(next_op);
+  run_and_compare("slices", world_size, seed, first_op, calls,
+                  [&](shim::Machine& machine, const AllnormCommConfig& config, SliceCall& call,
+                      AllnormFault* fault) {
+                    return launch_slices(machine, config, call, fault, random.next());
+                  });
 }
 
 TEST(fused_slices) {

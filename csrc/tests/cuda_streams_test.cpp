@@ -12,13 +12,6 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-template <class Function>
-void at_dtype(int dtype, const Function& function) {
-  if (dtype == ALLNORM_FLOAT32) return function(Float32());
-  if (dtype == ALLNORM_FLOAT16) return function(Float16());
-  function(Bfloat16());
-}
-
 KernelKind kind_of_streams(const AllnormCall& call, int world_size, bool dense) {
   if (call.algorithm == ALLNORM_TWO_SHOT) return KernelKind::kStreamsTwoShot;
   const bool few = call.num_streams <= kFewStreams && !has_float32_residual(call);
@@ -73,23 +66,11 @@ void test_fused(int world_size, uint64_t seed, int num_calls, uint32_t first_op)
     calls.push_back(make_streams(random, world_size, static_cast<int>(random.below(3)),
                                  1 + random.below(6), random_width(random), true));
   }
-  FiberGroup group(world_size, first_op, /*timeout_ns=*/int64_t{1} << 60);
-  shim::Machine machine(world_size, seed, static_cast<shim::Schedule>(seed % shim::kSchedules));
-  group.share_with(machine);
-  uint32_t next_op = first_op;
-  for (StreamCall& call : calls) {
-    int launches = 0;
-    for (int rank = 0; rank < world_size; ++rank) {
-      const auto r = static_cast<size_t>(rank);
-      launches = launch_streams(machine, group.configs[r], call, &group.faults[r], random.next());
-    }
-    next_op += static_cast<uint32_t>(launches);
-  }
-  run_to_end(machine, "streams", seed);
-  for (const StreamCall& call : calls) {
-    for (int rank = 0; rank < world_size; ++rank) call.compare(rank, "fused", seed);
-  }
-  group.check_at_rest(next_op);
+  run_and_compare("streams", world_size, seed, first_op, calls,
+                  [&](shim::Machine& machine, const AllnormCommConfig& config, StreamCall& call,
+                      AllnormFault* fault) {
+                    return launch_streams(machine, config, call, fault, random.next());
+                  });
 }
 
 TEST(fused_streams) {
@@ -148,16 +129,7 @@ void test_local(int dtype, uint64_t seed) {
   const int64_t width = aligned ? random_width(random) : 1 + random.below(1500);
   const int64_t tokens = 1 + random.below(4);
   StreamCall of = make_streams(random, sources, dtype, tokens, width, aligned);
-  // One matrix that holds the partials of all ranks, one below the other.
-  Matrix stacked(dtype, sources * tokens, width, aligned ? 8 : 3);
-  for (int64_t row = 0; row < stacked.rows; ++row) {
-    set_row(stacked, row, row_of(of.x[static_cast<size_t>(row / tokens)], row % tokens));
-  }
-  AllnormCall call = of.of_rank(0);
-  call.x = stacked.data();
-  call.x_stride = stacked.stride;
-  call.source_stride = tokens * stacked.stride;
-  call.num_sources = sources;
+  const AllnormCall call = of.of_sources(aligned ? 8 : 3);
   const int64_t elems = dtype == ALLNORM_FLOAT32 ? 4 : 8;
   LocalParams params = {.x = x_params(call, 0),
                         .epilogue = epilogue_params(call, 0, 0, {}),

@@ -12,6 +12,7 @@ namespace allnorm::testing {
 struct StreamCall {
   AllnormCall call = {};
   std::vector<Matrix> x;     // of each rank
+  Matrix stacked{0, 0, 0};   // the partials as one matrix: of_sources()
   Matrix residual{0, 0, 0};  // equal on all ranks
   Matrix post{0, 0, 0}, mix{0, 0, 0};
   std::vector<Matrix> residual_out;  // initially a copy of the residual if the result is in place
@@ -42,6 +43,23 @@ struct StreamCall {
     mine.mix = static_cast<const float*>(mix.data());
     mine.post_stride = post.stride;
     mine.mix_stride = mix.stride;
+    return mine;
+  }
+
+  // Returns rank 0's call with the partials of all ranks as sources, one below the other in
+  // `stacked`. `gap`: elements between their rows.
+  AllnormCall of_sources(int64_t gap) {
+    const auto sources = static_cast<int64_t>(x.size());
+    stacked = Matrix(call.dtype, sources * call.num_tokens, call.hidden_size, gap);
+    for (int64_t row = 0; row < stacked.rows; ++row) {
+      const Matrix& from = x[static_cast<size_t>(row / call.num_tokens)];
+      set_row(stacked, row, row_of(from, row % call.num_tokens));
+    }
+    AllnormCall mine = of_rank(0);
+    mine.x = stacked.data();
+    mine.x_stride = stacked.stride;
+    mine.source_stride = call.num_tokens * stacked.stride;
+    mine.num_sources = static_cast<int32_t>(sources);
     return mine;
   }
 

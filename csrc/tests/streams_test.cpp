@@ -34,15 +34,7 @@ TEST(several_sources) {
     const auto sources = static_cast<int>(1 + random.below(8));
     const int64_t tokens = 1 + random.below(5), width = 1 + random.below(300);
     StreamCall of = make_streams(random, sources, static_cast<int>(i % 3), tokens, width, false);
-    Matrix stacked(of.call.dtype, sources * tokens, width, 1);
-    for (int64_t row = 0; row < stacked.rows; ++row) {
-      set_row(stacked, row, row_of(of.x[static_cast<size_t>(row / tokens)], row % tokens));
-    }
-    AllnormCall call = of.of_rank(0);
-    call.x = stacked.data();
-    call.x_stride = stacked.stride;
-    call.source_stride = tokens * stacked.stride;
-    call.num_sources = sources;
+    const AllnormCall call = of.of_sources(1);
     check(allnorm_local(&call) == ALLNORM_OK, "local: %s", allnorm_last_error());
     of.compare(0, "local", i);
   }
