@@ -49,6 +49,16 @@ __device__ __noinline__ inline void prefetch(PrefetchParams params, uint32_t blo
   }
 }
 
+// Ends a block of a cluster without a row: counts its launch, and joins the cluster's barriers.
+template <int kWorldSize>
+__device__ __forceinline__ void end_without_row(Exchange<kWorldSize>& exchange,
+                                                const RowReduction& row_reduction) {
+  exchange.advance_unused();
+  __syncthreads();
+  row_reduction.join();
+  exchange.advance();
+}
+
 // Does the work of the grid's service cluster: roll call, returning slots, padding.
 template <class Format, int kWorldSize>
 __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
@@ -59,10 +69,7 @@ __device__ __forceinline__ void serve_exchange(Exchange<kWorldSize>& exchange,
                         cluster_size() * blockDim.x);
   trigger_dependents(params);
   if (blockIdx.x == 0) exchange.serve(threadIdx.x / kWaveLanes);
-  exchange.advance_unused();
-  __syncthreads();
-  row_reduction.join();
-  exchange.advance();
+  end_without_row(exchange, row_reduction);
 }
 
 // Does the work of a cluster without a row.
@@ -72,10 +79,7 @@ __device__ __forceinline__ void prefetch_alone(Exchange<kWorldSize>& exchange,
                                                const FusedParams& params) {
   trigger_dependents(params);
   prefetch(params.prefetch, static_cast<uint32_t>(1 + params.num_tokens) * cluster_size());
-  exchange.advance_unused();
-  __syncthreads();
-  row_reduction.join();
-  exchange.advance();
+  end_without_row(exchange, row_reduction);
 }
 
 // The template arguments of a fused kernel, as one type. gpu/kernel_table.cuh lists the
