@@ -250,8 +250,9 @@ class Failure:
                 text = f"{own} was interrupted by an exception in {what}{details}"
             if cause.kind == CROSSED:
                 text = f"two threads of {own}{_CROSSED}"
-        call = what if self._given_up is None else str(self._given_up)
+        call = what
         if self._given_up is not None:
+            call = str(self._given_up)
             text += f". Expected {call}"
         kind = _ERRORS.get(cause.kind, PeerTimeoutError)
         if cause.rank == self.rank:
