@@ -25,7 +25,7 @@
 # HIP_ARCHS=gfx942;gfx950  targets of its kernels
 # WHEEL=allnorm-*.whl      wheel that `make install` installs instead of building one
 # BENCH_ARGS=, PYTEST_ARGS=, MUTANTS_ARGS=, AMD_ARGS=  extra arguments; MUTANTS_ARGS="--part 1/32" runs a part
-# ALLNORM_REPOSITORY=URL   repository that the site links to
+# ALLNORM_REPOSITORY=URL   repository that the site and the package's metadata link to
 # VERSION=0.1.0, ALIAS=latest  of `make docs-version`; by default the package's version
 # SANITIZERS=thread        sanitizers of `make sanitize`; SANITIZE_PART=2/4 runs a quarter of the tests
 

@@ -170,3 +170,18 @@ def test_sdist_is_complete(tmp_path: pathlib.Path) -> None:
     wanted = sources | {"CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md"}
     assert sorted(wanted - names) == []
     assert sorted(name for name in names if name.endswith((".so", ".o"))) == []
+
+
+@pytest.mark.parametrize("address", ["", "https://example.org/allnorm"])
+def test_links_to_the_repository_if_its_address_is_known(
+    address: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = pytest.importorskip("scikit_build_core.build")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("ALLNORM_REPOSITORY", address)
+    folder = backend.prepare_metadata_for_build_wheel(str(tmp_path))
+    metadata = email.message_from_string((tmp_path / folder / "METADATA").read_text())
+    links = metadata.get_all("Project-URL", [])
+    names = [link.split(", ")[0] for link in links]
+    assert names == (["Repository", "Issues", "Changelog"] if address else [])
+    assert all(address in link for link in links)
