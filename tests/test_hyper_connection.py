@@ -101,6 +101,9 @@ def test_every_algorithm_gives_the_same_bits(rank: int, world_size: int) -> None
 def test_islands(rank: int, world_size: int) -> None:
     for islands in ([[0, 1], [2, 3]], [[0, 2], [1], [3]], [[0], [1], [2], [3]]):
         with allnorm.Communicator(device=device(), islands=islands) as c:
+            equal = len({len(island) for island in islands}) == 1
+            chosen = c.plan(5, 128, streams=4).algorithm
+            assert chosen == ("hierarchical" if equal else "unfused")
             for algorithm in ("auto", "unfused"):
                 inputs = Inputs(1, world_size, (5, 128), 4, torch.bfloat16, wide=True)
                 inputs.check(c, str(islands), algorithm=algorithm)

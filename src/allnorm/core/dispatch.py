@@ -20,7 +20,13 @@ import torch
 from allnorm import policy
 from allnorm.core import _native, arguments, backends, checks, fast_call, traced
 from allnorm.core.call import Call, Runner
-from allnorm.core.prepared_call import Memory, PreparedCall, as_launch_a, as_launch_b
+from allnorm.core.prepared_call import (
+    Memory,
+    PreparedCall,
+    as_launch_a,
+    as_launch_b,
+    only_reduce,
+)
 from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_intercepted, version_counter
 from allnorm.core.tensors import is_plain
@@ -309,7 +315,10 @@ class Chooser:
             rows[name] = fit(native)
         if len(self.traits.islands) > 1:
             gathers = native.op == _native.ALL_GATHER_ROWS  # one launch, as with one island
-            launches = () if gathers else (as_launch_a(native), as_launch_b(native))
+            rest = as_launch_b(native)
+            if native.op == _native.HYPER_CONNECTION:
+                only_reduce(rest)
+            launches = () if gathers else (as_launch_a(native), rest)
             rows["hierarchical"] = min(map(fit, launches), default=rows["two_shot"])
         return rows
 

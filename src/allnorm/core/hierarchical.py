@@ -53,6 +53,7 @@ from allnorm.core.prepared_call import (
     PreparedCall,
     as_launch_a,
     as_launch_b,
+    only_reduce,
 )
 from allnorm.core.rendezvous import Rendezvous
 from allnorm.core.shards import row_shard
@@ -320,8 +321,7 @@ class _Run:
         shape = hi - lo, self._call.hidden_size
         reduced = self._keep(torch.empty(shape, dtype=dtype, device=sums.device))
         call = self._launch_b(lo, hi, sums)
-        call.op, call.flags = _native.ALL_REDUCE, _native.ISLAND_SUMS
-        call.residual = call.residual_out = None
+        only_reduce(call)
         call.out, call.out_stride = reduced.data_ptr(), call.hidden_size
         status = self._run(call)
         if status != _native.OK:

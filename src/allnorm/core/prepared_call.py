@@ -70,6 +70,12 @@ def as_launch_b(call: _native.Call) -> _native.Call:
     return rest
 
 
+def only_reduce(launch_b: _native.Call) -> None:
+    """Turns launch B of a hyper-connection into that of an all_reduce; a local call mixes then."""
+    launch_b.op, launch_b.flags = _native.ALL_REDUCE, _native.ISLAND_SUMS
+    launch_b.residual = launch_b.residual_out = None
+
+
 class Result(NamedTuple):
     """One result of a call."""
 
