@@ -18,12 +18,14 @@ import allnorm
 from allnorm.core.between import GroupExchange
 from allnorm.core.connection import Connection
 from allnorm.islands import of_size
+from allnorm.names import ALGORITHMS
 from allnorm.testing import RankError, RankPool, run_ranks, same_bits
 from allnorm.verify import soak, threads
 from allnorm.verify.calls import Cases, algorithms
 from allnorm.verify.case import Case
 from allnorm.verify.context import Context, Job, Recorder
 from allnorm.verify.soak import Graph, make_tape
+from allnorm.verify.unlike_norms import connection_of, streams_of
 
 Result = dict[str, Any]
 
@@ -186,6 +188,7 @@ def test_graphs_use_different_rows_in_each_replay(rank: int, world_size: int) ->
         Case((2, 512), torch.float32, quant=allnorm.Fp8PerGroup(64), return_normed=True),
         Case((5, 512), torch.float16, sharded=True, gather=False, float32_residual=True),
         Case((3, 512), op="rms_norm_sharded", numerics="vllm"),
+        Case((3, 512), torch.float16, op="all_reduce_hyper_connection", float32_residual=True),
     ]
     wrong = []
     with allnorm.Communicator(device=device()) as first, allnorm.Communicator(device=device()) as c:
@@ -212,7 +215,7 @@ def test_graphs_use_different_rows_in_each_replay(rank: int, world_size: int) ->
             wrong += [int(one.wrong()) for one in called]
         called[3].row += 1
         assert int(called[3].wrong()) > 0, "results of a different row must differ"
-    assert wrong == [0] * 72
+    assert wrong == [0] * 84
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -222,7 +225,7 @@ def test_repeated_shapes_pass(rank: int, world_size: int) -> None:
     assert found["cases"] == 2 * 2 * 70
 
 
-def test_soaks_draw_slices_own_rows_and_float32_residuals() -> None:
+def test_soaks_draw_slices_streams_own_rows_and_float32_residuals() -> None:
     cases = Cases(random.Random(1), torch.device("cpu"), 1 << 17)
     kinds = [cases.draw() for _ in range(100)]
     assert sum(kind.sharded and not kind.gather for kind in kinds) > 5
@@ -230,6 +233,11 @@ def test_soaks_draw_slices_own_rows_and_float32_residuals() -> None:
     slices = [cases.draw_slices() for _ in range(100)]
     assert {kind.op for kind in slices} == {"rms_norm_sharded"}
     assert {kind.algorithm for kind in slices} == {"auto", "one_shot", "unfused"}
+    streams = [cases.draw_streams() for _ in range(100)]
+    assert {kind.op for kind in streams} == {"all_reduce_hyper_connection"}
+    assert {kind.streams for kind in streams} == {2, 3, 4, 8}
+    assert {kind.algorithm for kind in streams} == {"auto", *ALGORITHMS}
+    assert len({(kind.dtype, kind.float32_residual) for kind in streams}) == 6
 
 
 @on(cpu=(2,))
@@ -259,6 +267,14 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
     normed = allnorm.reference.rms_norm_sharded(slices, [gains] * 3, 1e-6, 0.5)
     kind = Case((7, 512), dtype, weight_bias=0.5, op="rms_norm_sharded")
     assert same_bits(tapes[1].expected(kind)["normed"], torch.cat(normed[1], -1))
+    kind = Case((7, 512), dtype, op="all_reduce_hyper_connection", streams=3)
+    mixed = allnorm.reference.all_reduce_hyper_connection(
+        [tape.x for tape in tapes],
+        streams_of(tapes[0].residual, 3),
+        connection_of(tapes[0].residual, 3),
+    )
+    assert same_bits(tapes[1].expected(kind)["residual_out"], mixed)
+    assert not (mixed[:, 0] == mixed[:, 1]).all(1).any(), "two streams have an equal row"
     kind = Case((7, 512), dtype, quant=allnorm.Fp8PerGroup(128), numerics="vllm")
     known, rows = tapes[1].expected(kind), slice(11, 18)
     wanted = allnorm.reference.all_reduce_add_rms_norm_quant(

@@ -101,6 +101,7 @@ def test_every_fault_applies_to_some_call() -> None:
         for calls in (faults.ALGORITHMS, faults.CALLS_BETWEEN_ISLANDS):
             assert any(faults.applies(name, call) for call in calls.values()), name
     elsewhere = {"groups of 64", "different scale_format", "not quantized", "own rows, others all"}
+    elsewhere.add("different number of streams")
     for name in set(names) - elsewhere:
         assert faults.applies(name, faults.ALGORITHMS["two_shot"]), name
 
@@ -111,7 +112,7 @@ def test_every_kind_of_call_fails_in_some_way() -> None:
         for kind, call in calls.items():
             assert sum(faults.applies(name, call) for name in names) >= 9, kind
     waits = [*faults.ABSENCES, "killed between its calls"]
-    for kind in ("own rows", "slices"):
+    for kind in ("own rows", "slices", "streams"):
         assert all(faults.applies(name, faults.ALGORITHMS[kind]) for name in waits)
 
 

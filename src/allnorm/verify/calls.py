@@ -22,8 +22,9 @@ from allnorm.quant import Quant, empty_scale, quantized_dtype
 from allnorm.testing import DTYPES, gather
 from allnorm.testing.bits import as_integers
 from allnorm.testing.rank import device
-from allnorm.verify.case import VALUES, Case, Experts, rows_of, slice_sizes
+from allnorm.verify.case import VALUES, Case, Experts, rows_of
 from allnorm.verify.memory import Layout, Memory
+from allnorm.verify.unlike_norms import slice_sizes
 
 EPS = 1e-5
 SCALE_NAMES = (
@@ -345,6 +346,18 @@ class Cases:
             op="rms_norm_sharded",
         )
 
+    def draw_streams(self) -> Case:
+        """Draws a call of `all_reduce_hyper_connection` with ordinary values."""
+        case = self.draw()
+        return Case(
+            case.shape,
+            case.dtype,
+            algorithm=self._deal("algorithm of streams", self._algorithms),
+            float32_residual=self._rng.random() < 0.5,
+            op="all_reduce_hyper_connection",
+            streams=self._deal("streams", (2, 3, 4, 4, 8)),
+        )
+
     def draw_any(self) -> Case:
         """Draws a call with any values, shape and memory."""
         case = self.draw().but(
@@ -434,6 +447,13 @@ def _algorithm(case: Case, comm: allnorm.Communicator) -> str:
             sizes = slice_sizes(case.hidden_size)
             return comm.plan(
                 *(case.num_tokens, sizes, case.dtype), algorithm=case.algorithm
+            ).algorithm
+        if case.op == "all_reduce_hyper_connection":
+            return comm.plan(
+                *(case.num_tokens, case.hidden_size, case.dtype),
+                streams=case.streams,
+                residual_dtype=torch.float32 if case.float32_residual else None,
+                algorithm=case.algorithm,
             ).algorithm
         plan = comm.plan(
             *(case.num_tokens, case.hidden_size, case.dtype, case.quant, case.sharded),

@@ -13,7 +13,7 @@ import allnorm
 from allnorm import reference
 from allnorm.names import SWIZZLED
 from allnorm.quant import Quant, scale_geometry, swizzled_rows
-from allnorm.reference.sharded_norm import normed_slice, sum_of_squares
+from allnorm.reference.sharded_norm import normed_slice
 from allnorm.reference.shards import split_rows
 from allnorm.testing import (
     SPECIAL_KINDS,
@@ -25,6 +25,13 @@ from allnorm.testing import (
 )
 from allnorm.testing.rank import device
 from allnorm.verify.memory import USUAL, Memory, expression
+from allnorm.verify.unlike_norms import (
+    expected_streams,
+    mix_streams,
+    norm_slices,
+    slice_sizes,
+    squares_of,
+)
 
 VALUES = (*SPECIAL_KINDS, "sentinels", "finite_sentinels")
 """Values of `Case.kind` that select special numbers as inputs."""
@@ -91,8 +98,10 @@ class Case:
     # Returns the ExpertSum of a rank, which replaces `x`.
     experts: Callable[[Case, int], allnorm.ExpertSum] | None = None
     # "norm", "all_reduce", "all_gather_rows", "rms_norm_sharded" of the slices that `slice_sizes`
-    # cuts the columns of `x` into, or "local": the norm of rank 0's rows, on one rank
+    # cuts the columns of `x` into, "all_reduce_hyper_connection" of the streams that `streams_of`
+    # makes of the residual, or "local": the norm of rank 0's rows, on one rank
     op: str = "norm"
+    streams: int = 4  # number of residual streams of "all_reduce_hyper_connection"
     # Elements to overwrite, each as (tensor, index, number). Tensors are "weight", "residual", and
     # "x0" for the rows of rank 0.
     put: tuple[tuple[str, Any, float], ...] = ()
@@ -268,6 +277,9 @@ class Case:
         if self.op == "rms_norm_sharded":
             del arguments["residual"]
             return arguments | {"algorithm": self.algorithm}
+        if self.op == "all_reduce_hyper_connection":
+            chosen = {"streams": self.streams, "algorithm": self.algorithm}
+            return {"residual": arguments["residual"], **chosen}
         if self.op == "norm":
             arguments["algorithm"] = self.algorithm
         if self.sharded:
@@ -284,7 +296,9 @@ class Case:
         if self.op == "local":
             return allnorm.add_rms_norm if self.quant is None else allnorm.add_rms_norm_quant
         if self.op == "rms_norm_sharded":
-            return functools.partial(_norm_slices, comm)
+            return functools.partial(norm_slices, comm)
+        if self.op == "all_reduce_hyper_connection":
+            return functools.partial(mix_streams, comm)
         if self.op != "norm":
             return getattr(comm, self.op)
         if self.quant is None:
@@ -332,14 +346,17 @@ class Case:
 
         With `in_place`, results overwrite `x` and `residual` where possible.
         """
-        out: dict[str, torch.Tensor | None] = {}
+        out: dict[str, Any] = {}
         if self.float32_residual:
             residual = residual.float()
         given_out = self.quant is None and self.second_norm and self.experts is None
+        given_out = given_out and self.op != "all_reduce_hyper_connection"
         if in_place and given_out and self.gather:
             out["out"] = x
         if in_place and self.op == "norm" and self.residual:
             out["residual_out"] = self.own_rows(comm, residual) if self.sharded else residual
+        if self.op == "all_reduce_hyper_connection":
+            out["in_place"] = in_place
         results = self.run_on(comm, x, residual, weight, **out)
         if self.sharded and self.gather:
             shard = results["residual_out"]
@@ -360,6 +377,9 @@ class Case:
         if self.op == "all_gather_rows":
             return xs[0].reshape(-1, self.hidden_size)
         arguments = self.norm_arguments()
+        if self.op == "all_reduce_hyper_connection":
+            reduced = reference.all_reduce(xs, islands=islands)
+            return expected_streams(reduced, arguments["residual"], self.streams)
         if self.op == "rms_norm_sharded":
             squares = functools.reduce(torch.add, map(squares_of, xs))
             options = (squares, arguments["weight"], world_size)
@@ -388,6 +408,8 @@ class Case:
         if self.op == "all_reduce":
             return {"reduced": reduced}
         arguments = self.norm_arguments(residual, weight)
+        if self.op == "all_reduce_hyper_connection":
+            return self.named(expected_streams(reduced, arguments["residual"], self.streams))
         if self.quant is None:
             return self.named(reference.add_rms_norm(reduced, **arguments))
         return self.named(
@@ -419,6 +441,8 @@ class Case:
         if self.op == "rms_norm_sharded":
             return (self.op, self.numerics, bias, self.float32_weight, self.eps)
         wide = self.residual and self.float32_residual
+        if self.op == "all_reduce_hyper_connection":
+            return (self.op, self.streams, wide)
         options = (self.numerics, bias, self.float32_weight, self.residual, wide, self.eps)
         return (*options, quant, self.post_norm, self.scale, self.second_norm)
 
@@ -426,6 +450,8 @@ class Case:
         """Returns the existing results by name, with scales in row order."""
         if self.op == "rms_norm_sharded":
             return {"normed": result}
+        if self.op == "all_reduce_hyper_connection":
+            return {"residual_out": result}
         if self.op != "norm":
             return {"reduced" if self.op == "all_reduce" else "rows": result}
         if self.quant is None:
@@ -516,38 +542,6 @@ def with_padding(scale: torch.Tensor, quant: Quant | None) -> torch.Tensor:
         return scale
     rows, words = scale.stride(1), scale.shape[1]
     return scale.as_strided((rows, words), (1, rows))
-
-
-def slice_sizes(hidden_size: int) -> list[int]:
-    """Returns the columns of the slices of "rms_norm_sharded": of q, and fewer of k."""
-    fewer = hidden_size // 4 // 8 * 8
-    return [hidden_size - fewer, fewer] if fewer else [hidden_size]
-
-
-def squares_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns a rank's sums of squares of the slices of each row, [num_tokens, slices]."""
-    return torch.stack([sum_of_squares(part) for part in x.split(slice_sizes(x.shape[-1]), -1)], -1)
-
-
-def _norm_slices(
-    comm: allnorm.Communicator,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    weight_bias: float,
-    numerics: str,
-    algorithm: str,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Runs `rms_norm_sharded` of the slices of `x`, into those of `out`; returns all of them."""
-    sizes = slice_sizes(x.shape[-1])
-    results = comm.rms_norm_sharded(
-        *(x.split(sizes, -1), weight.split(sizes), eps, weight_bias),
-        None if out is None else out.split(sizes, -1),
-        numerics=numerics,
-        algorithm=algorithm,
-    )
-    return torch.cat(results, -1)
 
 
 def rows_of(shape: Sequence[int]) -> int:

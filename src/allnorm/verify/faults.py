@@ -34,7 +34,8 @@ from allnorm.testing import (
     same_bits,
     shared_input,
 )
-from allnorm.verify.case import Case, Results, squares_of
+from allnorm.verify.case import Case, Results
+from allnorm.verify.unlike_norms import squares_of
 
 SLACK_SECONDS = 1.0  # time to notice a fault, after the timeout or after an exit
 _RUN_SECONDS = 120.0
@@ -61,6 +62,8 @@ ALGORITHMS = {
     "own rows": replace(_TWO_SHOT, sharded=True, gather=False),
     "float32 residual": replace(_ONE_SHOT, float32_residual=True),
     "slices": replace(_ONE_SHOT, op="rms_norm_sharded"),
+    "streams": replace(_ONE_SHOT, op="all_reduce_hyper_connection"),
+    "streams, two_shot": replace(_TWO_SHOT, op="all_reduce_hyper_connection"),
 }
 CALLS_BETWEEN_ISLANDS = {
     "hierarchical": replace(_ONE_SHOT, algorithm="hierarchical"),
@@ -68,6 +71,7 @@ CALLS_BETWEEN_ISLANDS = {
     "quantized": replace(ALGORITHMS["quantized"], algorithm="hierarchical"),
     "own rows": replace(ALGORITHMS["own rows"], algorithm="hierarchical"),
     "slices": replace(ALGORITHMS["slices"], algorithm="unfused"),
+    "streams": replace(ALGORITHMS["streams"], algorithm="hierarchical"),
 }
 _PLAIN = {"sharded": False, "gather": True, "quant": None, "float32_residual": False}
 # The fields that a rank changes in its call to diverge from its peers.
@@ -78,6 +82,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "different op: all_reduce": {**_PLAIN, "op": "all_reduce"},
     "different op: all_gather_rows": {**_PLAIN, "op": "all_gather_rows", "algorithm": "auto"},
     "different op: rms_norm_sharded": {**_PLAIN, "op": "rms_norm_sharded", "algorithm": "auto"},
+    "different op: all_reduce_hyper_connection": {**_PLAIN, "op": "all_reduce_hyper_connection"},
     "different algorithm": {},
     "sharded, others not": {"sharded": True},
     "own rows, others all": {"gather": False},
@@ -91,6 +96,7 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "different weight_bias": {"weight_bias": 1.0},
     "different weight dtype": {"float32_weight": True},
     "different residual dtype": {"float32_residual": True},
+    "different number of streams": {"streams": 3},
 }
 DEATHS = ("killed", "killed between its calls", "exits")
 _ELSEWHERE = "calls on another communicator"
@@ -109,6 +115,11 @@ _OF_SLICES = (
     ),
     *("different op: all_reduce", "different op: all_gather_rows", "different eps"),
     *("different weight_bias", "different weight dtype"),
+)
+_OF_STREAMS = (
+    *("different num_tokens", "different hidden_size", "different dtype", "different algorithm"),
+    *("different op: all_reduce", "different op: all_gather_rows"),
+    *("different op: rms_norm_sharded", "different residual dtype", "different number of streams"),
 )
 _QUANTIZED_ONLY = ("groups of 64", "different scale_format", "not quantized")
 
@@ -220,10 +231,16 @@ def applies(fault: str, call: Case) -> bool:
         # These take seconds, and ranks must be restarted after a death. A quantization or a float32
         # residual changes no wait.
         common = call.quant is None and not call.float32_residual
+        if call.op == "all_reduce_hyper_connection" and call.algorithm == "two_shot":
+            return fault == "never comes"
         plain = call.gather and call.op == "norm"
         return common and (plain or fault in (*ABSENCES, "killed between its calls"))
     if call.op == "rms_norm_sharded" and fault not in _OF_SLICES:
         return False
+    if call.op == "all_reduce_hyper_connection" and fault not in _OF_STREAMS:
+        return False
+    if fault == "different number of streams":
+        return call.op == "all_reduce_hyper_connection"
     if fault == "own rows, others all":
         return call.sharded and call.gather
     if fault == "different algorithm":
@@ -492,6 +509,10 @@ def _is_right(comm: allnorm.Communicator, call: Case, number: int) -> bool:
 
 def _memory_for(comm: allnorm.Communicator, call: Case) -> Results:
     """Allocates zeros for the call's results that can hold NaN."""
+    if call.op == "all_reduce_hyper_connection":
+        streams = (call.num_tokens, call.streams, call.hidden_size)
+        dtype = torch.float32 if call.float32_residual else call.dtype
+        return {"residual_out": torch.zeros(streams, dtype=dtype, device=comm.device)}
     if call.op != "norm":
         shape = (call.num_tokens, call.hidden_size)
         return {"out": torch.zeros(shape, dtype=call.dtype, device=comm.device)}

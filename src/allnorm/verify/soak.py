@@ -26,8 +26,9 @@ from allnorm.testing import capture, describe_difference, report
 from allnorm.testing.bits import as_integers
 from allnorm.testing.inputs import normal_maker
 from allnorm.verify.calls import EPS, TOKENS, Cases, algorithms
-from allnorm.verify.case import Case, Results, squares_of
+from allnorm.verify.case import Case, Results
 from allnorm.verify.context import Context, Recorder
+from allnorm.verify.unlike_norms import squares_of
 
 BURST = 64  # minimum number of calls between two comparisons
 _BURSTS = (BURST, 96, 128, 256)
@@ -36,6 +37,7 @@ _MAX_ELEMS = {"cuda": 1 << 22, "cpu": 1 << 17}  # maximum elements of a call
 _FIRST_ROWS = {"cuda": 1024, "cpu": 96}  # number of rows of a tape at which a call may start
 _NUM_KINDS = {"cuda": 48, "cpu": 24}  # kinds of calls per section
 _SLICES_SHARE = 0.12  # share of kinds that norm slices of rows
+_STREAMS_SHARE = 0.12  # share of kinds that mix residual streams
 _GRAPHS, _CALLS_PER_GRAPH = 5, 16
 _GRAPH_MAX_ELEMS = 1 << 20  # maximum elements of a call in a graph
 _GRAPH_SHARE = 0.04  # share of graph replays; a replay counts as all of its calls
@@ -131,8 +133,13 @@ class _Section:
             )
         cases = Cases(self._rng, self._device, _MAX_ELEMS[self._device.type])
         while len(self._kinds) < _NUM_KINDS[self._device.type]:
-            slices = self._rng.random() < _SLICES_SHARE
-            kind = cases.draw_slices() if slices else cases.draw()
+            share = self._rng.random()
+            if share < _SLICES_SHARE:
+                kind = cases.draw_slices()
+            elif share < _SLICES_SHARE + _STREAMS_SHARE:
+                kind = cases.draw_streams()
+            else:
+                kind = cases.draw()
             if algorithms(kind, self._comms) == {kind.algorithm} or kind.algorithm == "auto":
                 self._kinds.append(kind)
                 self._tape(kind).expected(kind)
@@ -306,7 +313,7 @@ class Tape:
                 kind.expected_slices(self.x[rows], self.squares[rows], weight, self.world_size)
                 if kind.op == "rms_norm_sharded"
                 else kind.expected_of(self.reduced[rows], self.residual[rows], weight)
-                for rows in self._chunks()
+                for rows in self._chunks(kind)
             ]
             self._known[key] = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
         return self._known[key]
@@ -315,9 +322,10 @@ class Tape:
         """Returns the weight in the dtype of the call."""
         return self.weight.float() if kind.float32_weight else self.weight
 
-    def _chunks(self) -> list[slice]:
+    def _chunks(self, kind: Case) -> list[slice]:
         num_rows, hidden_size = self.x.shape
-        step = max(1, _CHUNK_ELEMS[self.x.device.type] // hidden_size)
+        elems = hidden_size * (kind.streams if kind.op == "all_reduce_hyper_connection" else 1)
+        step = max(1, _CHUNK_ELEMS[self.x.device.type] // elems)
         return [slice(low, low + step) for low in range(0, num_rows, step)]
 
 

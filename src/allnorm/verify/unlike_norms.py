@@ -1,0 +1,88 @@
+"""The calls of a Case that are no norms of whole rows: of slices of rows, and of residual streams.
+
+Both take the same tensors as a norm. Their further arguments follow from the contents of each row,
+so that a result from a wrong row differs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import allnorm
+from allnorm import reference
+from allnorm.reference.sharded_norm import sum_of_squares
+
+# ---- rms_norm_sharded ----------------------------------------------------------------------------
+
+
+def slice_sizes(hidden_size: int) -> list[int]:
+    """Returns the columns of the slices of "rms_norm_sharded": of q, and fewer of k."""
+    fewer = hidden_size // 4 // 8 * 8
+    return [hidden_size - fewer, fewer] if fewer else [hidden_size]
+
+
+def squares_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns a rank's sums of squares of the slices of each row, [num_tokens, slices]."""
+    return torch.stack([sum_of_squares(part) for part in x.split(slice_sizes(x.shape[-1]), -1)], -1)
+
+
+def norm_slices(
+    comm: allnorm.Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_bias: float,
+    numerics: str,
+    algorithm: str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Runs `rms_norm_sharded` of the slices of `x`, into those of `out`; returns all of them."""
+    sizes = slice_sizes(x.shape[-1])
+    results = comm.rms_norm_sharded(
+        *(x.split(sizes, -1), weight.split(sizes), eps, weight_bias),
+        None if out is None else out.split(sizes, -1),
+        numerics=numerics,
+        algorithm=algorithm,
+    )
+    return torch.cat(results, -1)
+
+
+# ---- all_reduce_hyper_connection -----------------------------------------------------------------
+
+
+def streams_of(residual: torch.Tensor, streams: int) -> torch.Tensor:
+    """Returns residual streams, [..., streams, hidden_size]: each row, rotated by a column each."""
+    return torch.stack([residual.roll(i, -1) for i in range(streams)], -2)
+
+
+def connection_of(residual: torch.Tensor, streams: int) -> allnorm.HyperConnection:
+    """Returns coefficients: the first elements of each row, of at least `streams` * 9."""
+    post, mix, _ = residual.float().tensor_split([streams, streams + streams**2], -1)
+    return allnorm.HyperConnection(post.contiguous(), mix.unflatten(-1, (streams, streams)))
+
+
+def mix_streams(
+    comm: allnorm.Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    streams: int,
+    algorithm: str,
+    in_place: bool = False,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Runs `all_reduce_hyper_connection` of the streams that `residual` describes.
+
+    With `in_place`, the result overwrites the streams.
+    """
+    given, connection = streams_of(residual, streams), connection_of(residual, streams)
+    return comm.all_reduce_hyper_connection(
+        *(x, given, connection),
+        algorithm=algorithm,
+        residual_out=given if in_place else residual_out,
+    )
+
+
+def expected_streams(reduced: torch.Tensor, residual: torch.Tensor, streams: int) -> torch.Tensor:
+    """Returns the reference's result of `mix_streams`; `reduced` is the sum over the ranks."""
+    given, connection = streams_of(residual, streams), connection_of(residual, streams)
+    return reference.all_reduce_hyper_connection([reduced], given, connection)
