@@ -17,7 +17,7 @@ import allnorm.compile
 from allnorm.compile import agreement, fuse
 from allnorm.testing import RankPool
 
-from . import test_boundaries, test_experts, test_quantized, test_refusals
+from . import test_boundaries, test_experts, test_quantized, test_refusals, test_sharded
 from .helpers import Inputs
 from .test_reasons import CASES, hooked, norm_module, texts_of
 
@@ -38,6 +38,7 @@ ELSEWHERE = {
     "follows the reduce-scatter": "test_scatter.py",
     "reduce-scatters a tensor of": "test_scatter.py",
     "reduce-scatter in a graph that works in place": "test_scatter.py",
+    "the number of ranks that it reduces over is unknown": "test_sharded.py",
 }
 # Maps parts of sentences that no graph produces to the cause, or to where the text appears instead.
 GUARDS = {
@@ -50,6 +51,7 @@ GUARDS = {
     "sum of {} experts' rows": "part of a fused site",
     "tensor added after the reduction": "part of a fused site",
     "no second norm": "part of a fused site",
+    "rows over ranks": "part of a fused site",
     "<guards of a graph>": "a file name",
 }
 ERRORS = {"ValueError", "TypeError", "RuntimeError", "AllnormError", "CommunicatorClosedError"}
@@ -61,6 +63,8 @@ def all_texts(rank: int, world_size: int) -> list[str]:
     texts = []
     for case in CASES.values():
         texts += texts_of(case.fuse(*case.make(rank, True)))
+    for fn in test_sharded.NEARLY.values():
+        texts += texts_of(fuse(test_sharded.nearly(fn, 1), test_sharded.inputs(rank), comm()))
     given = Inputs().make(rank)
     functions = [fn for reason in test_refusals.REFUSALS for fn in test_refusals.graphs_of(reason)]
     functions += [fn for fn, *_ in test_boundaries.NEARLY.values()]

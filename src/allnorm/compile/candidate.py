@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch.fx import Node
 
@@ -14,6 +15,24 @@ from allnorm.compile.quantize import Quantization
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import same_shape
 from allnorm.compile.values import Values
+
+
+class Fused(Protocol):
+    """Any fused call: the attributes of a `Match` on which the order of calls depends."""
+
+    late: bool
+    members: list[Node]
+
+    @property
+    def reduction(self) -> Reduction:
+        """The reduction that the call replaces."""
+
+    @property
+    def inputs(self) -> list[Node]:
+        """Every node of the graph that the call reads."""
+
+    def served_nodes(self, values: Values) -> dict[Node, None]:
+        """Returns every node that one of the call's results replaces."""
 
 
 class Missed(Exception):  # noqa: N818 - a result, with the reason as its text
@@ -102,6 +121,18 @@ class Candidate:
         return list(dict.fromkeys(filter(None, results)))
 
 
+def mode_of(is_rounded: bool, *outputs: Output | None) -> str:
+    """Returns the rounding mode in which all these norms are computed; "" if none exists.
+
+    `is_rounded` says whether the norms' input is the rounded sum.
+    """
+    orders = {output.rounds_first for output in outputs if output is not None} - {None}
+    if len(orders) == 2:
+        return ""
+    names = ("rounded", "transformers") if is_rounded else ("unrounded", "vllm")
+    return names[True in orders]
+
+
 @dataclass(frozen=True)
 class Weight:
     """A norm's weight: a node, a parameter's path, or None for all ones. `bias` is added to it."""
@@ -179,6 +210,16 @@ class Match:
         before = "" if self.experts is None else f"sum of {self.experts.top_k} experts' rows"
         rows = "own rows" if self.candidate.reduction.scatters else ""
         return ", ".join(filter(None, (before, self.candidate.boundary, rows)))
+
+    @property
+    def reduction(self) -> Reduction:
+        """The reduction that the call replaces."""
+        return self.candidate.reduction
+
+    @property
+    def served(self) -> list[Value]:
+        """The expressions that the call returns."""
+        return self.candidate.served
 
     @property
     def chose_view(self) -> bool:

@@ -19,6 +19,8 @@ that keep the last dimension do not appear.
 | `choices` | the sums of every `attr` successive rows |
 | `choice` | row `attr[0]` of every `attr[1]` successive rows |
 | `zeros` | a tensor of zeros |
+| `columns` | rows whose elements are the operands, one column each |
+| `column` | column `attr` of the sum of `columns` over ranks |
 | `rows` | the same elements in rows of a different length; `attr` is (old length, new length) |
 | `blocks` | rows quantized to MXFP8 or NVFP4, with their scales; `attr` is the format |
 | `part` | the rows (`attr[0]` is 0) or the scales (1) of `blocks`; `attr[1]` is the dtype |
@@ -129,8 +131,8 @@ class Algebra:
     def _new(self, op: str, args: tuple[Value, ...], attr: Any, dtype: torch.dtype | None) -> Value:
         self._count += 1
         value = Value(op, args, attr, dtype, self._count)
-        value.column = op in ("mean", "sum", "amax") or (
-            op not in ("opaque", "leaf", "const", "reduced", "tuple", "zeros")
+        value.column = op in ("mean", "sum", "amax", "column") or (
+            op not in ("opaque", "leaf", "const", "reduced", "tuple", "zeros", "columns")
             and all(operand.column or operand.op == "const" for operand in args)
         )
         for operand in dict.fromkeys(args):
@@ -183,6 +185,25 @@ class Algebra:
     def choice(self, value: Value, attr: tuple[int, int]) -> Value:
         """Returns row `attr[0]` of every `attr[1]` successive rows."""
         return self.make("choice", (value,), attr, value.dtype)
+
+    def column(self, value: Value, index: int) -> Value | None:
+        """Returns one column of an expression of `columns`; None if it is no such expression."""
+        if value.op == "const":
+            return value
+        if value.op == "columns":
+            return value.args[index]
+        if value.op == "reduced":
+            is_wide = bool(value.args) and value.args[0].op == "columns"
+            return self.make("column", (value,), index, value.dtype) if is_wide else None
+        parts = [self.column(operand, index) for operand in value.args]
+        operands = [part for part in parts if part is not None]
+        if len(operands) != len(parts) or not parts:
+            return None
+        if value.op in ("add", "mul", "div", "pow"):
+            return self.binary(value.op, *operands)
+        if value.op in ("square", "rsqrt", "sqrt", "reciprocal", "abs"):
+            return self.unary(value.op, *operands)
+        return None
 
     def clamp(self, value: Value, low: float | None, high: float | None) -> Value:
         """Returns the value limited to at least `low`, then at most `high`; NaN stays NaN."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from allnorm.compile.candidate import Candidate, Match, Missed, Weight
+from allnorm.compile.candidate import Candidate, Fused, Match, Missed, Weight
 from allnorm.compile.expressions import Value
 from allnorm.compile.norms import Output, split_gain
 from allnorm.compile.quantize import Quantization
@@ -24,7 +26,7 @@ from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import operation
 
 
-def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
+def fit(values: Values, candidate: Candidate, accepted: list[Fused]) -> Match:
     """Returns the fused call for a candidate. Raises Missed, with the reason, if none is possible.
 
     `accepted` has the matches that were accepted before.
@@ -45,8 +47,8 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
             raise Missed(
                 f"the norm covers {norm.hidden_size} of the {run.shape[-1]} elements of a row"
             )
-    weight = _weight(values, candidate, candidate.output, run)
-    post_weight = _weight(values, candidate, candidate.branch.output, run)
+    weight = weight_of(values, candidate.reduced, candidate.output, run)
+    post_weight = weight_of(values, candidate.reduced, candidate.branch.output, run)
     match = Match(candidate, run.shape, x, None, weight, post_weight)
     if adder is not None:
         _place_residual(values, match, run, adder)
@@ -71,7 +73,7 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
         unread = [user for user in node.users if operation(user) == "getitem" and not user.users]
         match.dead += [result for result in unread if result not in members]
     if values.shapes.has_real_examples:
-        match.numbers = _numbers(values, match)
+        match.numbers = numbers_of(values, match.members)
     problem = (
         check_escapes(values, match)
         or check_memory(values, match)
@@ -82,10 +84,10 @@ def fit(values: Values, candidate: Candidate, accepted: list[Match]) -> Match:
     return match
 
 
-def _numbers(values: Values, match: Match) -> dict[Node, object]:
-    """Returns the numbers, shapes and dtypes that the graph computes for the match's members."""
+def numbers_of(values: Values, members: Iterable[Node]) -> dict[Node, object]:
+    """Returns the numbers, shapes and dtypes that the graph computes for a match's members."""
     found: dict[Node, object] = {}
-    for node in match.members:
+    for node in members:
         for source in node.all_input_nodes:
             value = values.shapes.any_of(source)
             if isinstance(value, int | float | torch.dtype | torch.device):
@@ -133,9 +135,12 @@ def _place_residual(values: Values, match: Match, run: Tensor, adder: Node) -> N
     match.lead_residual = run.dim() - _tensor(values, match.residual).dim()
 
 
-def _weight(
-    values: Values, candidate: Candidate, output: Output | None, run: Tensor
-) -> Weight | None:
+def weight_of(values: Values, reduced: Value, output: Output | None, run: Tensor) -> Weight | None:
+    """Returns the weight of a norm's result, in rows like those of `run`; None without a result.
+
+    Raises Missed, with the reason, if the result is multiplied by something else, or if that is
+    computed from the `reduced` tensor.
+    """
     if output is None:
         return None
     gain = output.gain
@@ -156,7 +161,7 @@ def _weight(
             tensor = values.shapes.of(node)
             if tensor is None or not _is_weight(tensor, run):
                 continue
-            if value.derives_from(candidate.reduced):
+            if value.derives_from(reduced):
                 raise Missed(f"the weight, {node}, is computed from the reduced tensor")
             if has_contiguous_rows(tensor):
                 return Weight(node, bias)

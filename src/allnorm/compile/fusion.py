@@ -24,6 +24,7 @@ from allnorm.compile.reductions import Reduction, find_reductions, only_all_redu
 from allnorm.compile.report import FusionReport, Site
 from allnorm.compile.rewrite import Rewriter
 from allnorm.compile.shapes import Freedom, Shapes, printable, static_size, storage_of
+from allnorm.compile.sharded import ShardedMatch
 from allnorm.compile.values import Context, Values, memories
 from allnorm.compile.vocabulary import attribute_of, module_of
 from allnorm.core.verdicts import Step
@@ -44,9 +45,13 @@ def fuse(
 ) -> FusionReport:
     """Fuses each all-reduce in a graph with the residual add and RMSNorm after it, where possible.
 
+    All-reduces of sums of squares, by which rows that are spread over the ranks are normed, become
+    calls of `rms_norm_sharded`.
+
     A site is fused only if one of the rounding modes reproduces the graph's operations, including
     PyTorch's roundings in eager mode. Only the order of additions in the mean square and the last
-    bit of the reciprocal root may differ. With `approximate_quant`, a few FP8 elements may
+    bit of the reciprocal root may differ, and the roundings of a mean square that the graph divides
+    more than once. With `approximate_quant`, a few FP8 elements may
     differ too.
 
     Args:
@@ -165,7 +170,7 @@ class _Found:
 
     before: Reduction
     reduction: Reduction
-    match: Match | None = None
+    match: Match | ShardedMatch | None = None
     name: str = ""
     reason: str = ""
 
@@ -331,6 +336,8 @@ def _match(
             _check_group(one.before, options.all_reduce_groups)
             match = matcher.match(one.reduction, why)
             check_group(one.before, _device(values, match), communicator)
+            if isinstance(match, ShardedMatch):
+                _check_world_size(match, one.before, communicator)
         except Missed as missed:
             one.reason = str(missed)
         else:
@@ -338,7 +345,21 @@ def _match(
             matcher.accept(match)
 
 
-def _device(values: Values, match: Match) -> torch.device:
+def _check_world_size(
+    match: ShardedMatch, reduction: Reduction, communicator: Communicator | None
+) -> None:
+    group = group_of(reduction, communicator)
+    if group is None:
+        raise Missed("the number of ranks that it reduces over is unknown: pass communicator=")
+    if match.world_size != group.size():
+        size = match.slices[0].norm.hidden_size
+        raise Missed(
+            f"its sum of squares is divided by {match.world_size * size}: expected "
+            f"{group.size() * size}, the length of a row on {group.size()} ranks"
+        )
+
+
+def _device(values: Values, match: Match | ShardedMatch) -> torch.device:
     x = values.shapes.of(match.x)
     assert x is not None
     return x.device
@@ -379,6 +400,10 @@ def _action(found: _Found, values: Values) -> str:
     match = found.match
     if match is None:
         return ""
+    if isinstance(match, ShardedMatch):
+        sizes = [one.norm.hidden_size for one in match.slices]
+        dtype = values.held[match.x].dtype
+        return str((match.numerics, match.boundary, match.eps, match.weight_bias, sizes, dtype))
     candidate, experts = match.candidate, match.experts
     weights = [weight and weight.bias for weight in (match.weight, match.post_weight)]
     parts = (
@@ -480,6 +505,11 @@ def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
     group = reduction.group or reduction.comm_name or found.name
     if match is None:
         return Site((reduction.node.name,), shape, dtype, group, reason=found.reason)
+    if isinstance(match, ShardedMatch):
+        path = [*match.members, *match.served_nodes(values)]
+        names = dict.fromkeys(map(values.name_of, path))
+        numerics, boundary = match.numerics, match.boundary
+        return Site(tuple(names), shape, dtype, group, numerics, boundary=boundary)
     candidate, nodes = match.candidate, _path(values, match)
     quant = None if candidate.quantization is None else str(candidate.quantization)
     return Site(

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from allnorm.compile.candidate import Candidate, Match, Missed
+from allnorm.compile.candidate import Candidate, Fused, Match, Missed, mode_of
 from allnorm.compile.decompose import UNTRACED
 from allnorm.compile.experts import place_experts
 from allnorm.compile.expressions import Value, bare
 from allnorm.compile.fit import fit
 from allnorm.compile.norms import (
     Branch,
-    Output,
     find_branches,
     find_norms,
     outputs_of,
@@ -25,6 +24,7 @@ from allnorm.compile.norms import (
 from allnorm.compile.quantize import find_quantizations, is_quantized_otherwise
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import FLOATS, static_size
+from allnorm.compile.sharded import ShardedMatch, match_sharded, reduces_squares
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import not_plain, written
 
@@ -38,14 +38,16 @@ class Matcher:
         self._values = values
         self._approximate = approximate_quant
         self._norms = find_norms(values.algebra)
-        self._accepted: list[Match] = []
+        self._accepted: list[Fused] = []
         self._claimed: dict[Value, Node] = {}
 
-    def match(self, reduction: Reduction, why: str = "") -> Match:
+    def match(self, reduction: Reduction, why: str = "") -> Match | ShardedMatch:
         """Returns the fused call for a reduction. Raises Missed, with the reason, if it has none.
 
         `why` is the reason why this graph's in-place reductions cannot be fused.
         """
+        if reduces_squares(self._values, reduction):
+            return match_sharded(self._values, reduction, self._accepted, why)
         dtype = self._check(reduction)
         if reduction.in_place:
             raise Missed(f"it works in place, {why}")
@@ -75,11 +77,10 @@ class Matcher:
             raise Missed("no residual add with an RMSNorm of its rows follows the reduce-scatter")
         raise first or Missed(self._explain(reduced))
 
-    def accept(self, match: Match) -> None:
+    def accept(self, match: Match | ShardedMatch) -> None:
         """Records a match, so that no later match computes the same results again."""
         self._accepted.append(match)
-        node = match.candidate.reduction.node
-        self._claimed.update(dict.fromkeys(match.candidate.served, node))
+        self._claimed.update(dict.fromkeys(match.served, match.reduction.node))
 
     def _fit(self, candidate: Candidate) -> Match:
         """Returns the match, including the quantization after the norm if possible."""
@@ -207,7 +208,7 @@ class Matcher:
                     if z is not None:
                         yield from self._with_norms(common, z, dtype)
                 if branch.norm is not None and stored is not None:
-                    yield dataclasses.replace(common, numerics=_mode(True, branch.output))
+                    yield dataclasses.replace(common, numerics=mode_of(True, branch.output))
 
     def _residuals(self, sum32: Value, reduced32: Value, dtype: torch.dtype) -> Iterator[Value]:
         """Yields what may be the residual: of the reduction's dtype first, then float32."""
@@ -232,7 +233,7 @@ class Matcher:
         for norm in self._norms.get(z, []):
             for output in outputs_of(norm, self._values.algebra, dtype):
                 if output.normed.holders:  # otherwise it exists only inside an operator
-                    numerics = _mode(is_rounded, common.branch.output, output)
+                    numerics = mode_of(is_rounded, common.branch.output, output)
                     yield dataclasses.replace(common, norm=norm, output=output, numerics=numerics)
 
     def _explain(self, reduced: Value) -> str:
@@ -267,18 +268,6 @@ class Matcher:
         ends = list(dict.fromkeys(ends or map(str, readers)))
         names = ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")
         return f"no RMSNorm follows it: its result is used by {names}"
-
-
-def _mode(is_rounded: bool, *outputs: Output | None) -> str:
-    """Returns the rounding mode in which all these norms are computed; "" if none exists.
-
-    `is_rounded` says whether the norms' input is the rounded sum.
-    """
-    orders = {output.rounds_first for output in outputs if output is not None} - {None}
-    if len(orders) == 2:
-        return ""
-    names = ("rounded", "transformers") if is_rounded else ("unrounded", "vllm")
-    return names[True in orders]
 
 
 def _adds_next_reduction(value: Value, reduced: Value) -> bool:

@@ -119,16 +119,8 @@ def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
             rstd.note = rstd.note or parsed
             continue
         z, eps, hidden_size = parsed
-        for user in rstd.users:
-            if user.op == "mul" and user.other(rstd) is z:
-                norm = Norm(z, rstd, user, eps, hidden_size)
-                found.setdefault(z, []).append(norm)
-            elif user.op == "mul":
-                user.note = user.note or _note_on_product(user.other(rstd), z)
-            elif user.op == "round":
-                user.note = user.note or (
-                    f"1/rms is rounded to {_name(user.attr)}: allnorm multiplies by float32"
-                )
+        for norm in norms_by(rstd, z, eps, hidden_size):
+            found.setdefault(z, []).append(norm)
     for root in algebra.all_of("sqrt"):
         for user in root.users:
             if user.op == "div" and user.args[1] is root:
@@ -136,6 +128,21 @@ def find_norms(algebra: Algebra) -> dict[Value, list[Norm]]:
                     "it divides by the root of the mean square: allnorm multiplies by the "
                     "reciprocal root, which rounds differently"
                 )
+    return found
+
+
+def norms_by(rstd: Value, z: Value, eps: float, hidden_size: int) -> list[Norm]:
+    """Returns the norms that multiply `z` by `rstd`; adds notes to other uses of `rstd`."""
+    found = []
+    for user in rstd.users:
+        if user.op == "mul" and user.other(rstd) is z:
+            found.append(Norm(z, rstd, user, eps, hidden_size))
+        elif user.op == "mul":
+            user.note = user.note or _note_on_product(user.other(rstd), z)
+        elif user.op == "round":
+            user.note = user.note or (
+                f"1/rms is rounded to {_name(user.attr)}: allnorm multiplies by float32"
+            )
     return found
 
 

@@ -25,7 +25,8 @@ class Site:
         quant: the quantization that was also fused, such as "per_group 128"; None without one.
         note: for a fused site, what else could have been fused but was not, and why.
         boundary: the steps that were fused in addition to a residual add and one norm, such as
-            "post norm, scale 0.5"; empty without such steps.
+            "post norm, scale 0.5"; empty without such steps. "rows over ranks" if the call is
+            `rms_norm_sharded`.
     """
 
     nodes: tuple[str, ...]

@@ -17,6 +17,7 @@ from allnorm.compile.expressions import Value
 from allnorm.compile.functional import is_last_copy
 from allnorm.compile.safety import answer, is_answered
 from allnorm.compile.shapes import FLOATS, has_contiguous_rows, is_contiguous
+from allnorm.compile.sharded import ShardedMatch
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import is_pure, operation
 from allnorm.core import registry
@@ -43,8 +44,11 @@ class Rewriter:
         self._quantizing: list[Node] = []
         self._prefetching: list[Node] = []
 
-    def apply(self, match: Match, comm_name: str) -> None:
+    def apply(self, match: Match | ShardedMatch, comm_name: str) -> None:
         """Replaces one site with a call on the named communicator."""
+        if isinstance(match, ShardedMatch):
+            self._norm_slices(match, comm_name)
+            return
         candidate, quantization = match.candidate, match.candidate.quantization
         if candidate.is_local:
             self._reduce(match, comm_name)
@@ -73,10 +77,33 @@ class Rewriter:
                 self._put(result if view is None else viewed[view], node)
         self._superfluous.update(match.members, match.dead, match.inputs)
 
-    def _place_of_call(self, match: Match) -> Node:
+    def _norm_slices(self, match: ShardedMatch, comm_name: str) -> None:
+        """Replaces one site with a call of `rms_norm_sharded`."""
+        self._place = self._place_of_call(match)
+        tensors, weights = [], []
+        for one in match.slices:
+            tensors.append(self._input(one.x))
+            weights.append(self._weight(one.weight, one.x, one.norm.hidden_size)[0])
+        self._check_numbers(match)
+        args = (tensors, weights, match.eps, match.weight_bias, match.numerics, comm_name)
+        call = self._add(torch.ops.allnorm.rms_norm_sharded.default, args)
+        for index, one in enumerate(match.slices):
+            result = self._add(operator.getitem, (call, index))
+            for node in one.nodes:
+                self._put(result, node)
+        self._superfluous.update(match.members, match.inputs)
+
+    def _check_numbers(self, match: Match | ShardedMatch) -> None:
+        """Adds a check of the numbers that the call takes as constants."""
+        if match.numbers:
+            numbers = (tuple(match.numbers), tuple(match.numbers.values()))
+            self._add(guards.check_values, numbers)
+
+    def _place_of_call(self, match: Match | ShardedMatch) -> Node:
         """Returns the node before which a call is inserted: after all of its inputs."""
-        node, position = match.candidate.reduction.node, self._values.position
-        sizes = (n for view in match.views.values() for n in view.all_input_nodes[1:])
+        node, position = match.reduction.node, self._values.position
+        views = match.views.values() if isinstance(match, Match) else ()
+        sizes = (n for view in views for n in view.all_input_nodes[1:])
         late = [*match.numbers, *sizes]
         for source in match.inputs:
             if position[source] <= position[node]:
@@ -163,7 +190,7 @@ class Rewriter:
         residual = None if match.residual is None else self._input(match.residual)
         if residual is not None:
             residual = self._with_leading_ones(residual, match.lead_residual)
-        weight, bias = self._weight(match, match.weight)
+        weight, bias = self._given_weight(match, match.weight)
         eps = 0.0 if candidate.norm is None else candidate.norm.eps
         args: list[Any] = [x, residual, weight, eps]
         name = "add_rms_norm" if candidate.is_local else "all_reduce_add_rms_norm"
@@ -174,9 +201,7 @@ class Rewriter:
             args += [match.scale_layout, candidate.quantization.scale_format]
             args += [None if static is None else self._current(static), True]
         args += [bias, candidate.numerics, *([] if candidate.is_local else [comm_name])]
-        if match.numbers:
-            numbers = (tuple(match.numbers), tuple(match.numbers.values()))
-            self._add(guards.check_values, numbers)
+        self._check_numbers(match)
         op = getattr(torch.ops.allnorm, name).default
         kwargs = self._before_residual(match) | self._experts(match)
         if candidate.reduction.scatters:
@@ -219,7 +244,7 @@ class Rewriter:
         """Returns the arguments for the post norm and the scale."""
         branch, found = match.candidate.branch, {}
         if branch.norm is not None:
-            weight, bias = self._weight(match, match.post_weight)
+            weight, bias = self._given_weight(match, match.post_weight)
             found = {"post_weight": weight, "post_eps": branch.norm.eps, "post_weight_bias": bias}
         return found if branch.scale == 1.0 else {**found, "scale": branch.scale}
 
@@ -237,13 +262,16 @@ class Rewriter:
             tensors["expert_weights"] = self._add(squeeze, (tensors["expert_weights"], -1))
         return {"experts": True, **tensors}
 
-    def _weight(self, match: Match, given: Weight | None) -> tuple[Node | None, float]:
-        """Returns (weight, bias); the weight is [hidden_size], in float32 or the dtype of `x`."""
+    def _given_weight(self, match: Match, given: Weight | None) -> tuple[Node | None, float]:
+        """Returns (weight, bias), as `_weight` does; (None, 0.0) without a norm."""
         if given is None:
             return None, 0.0
-        x = self._shapes.of(match.x)
+        return self._weight(given, match.x, match.candidate.norms[0].hidden_size)
+
+    def _weight(self, given: Weight, source: Node, size: int) -> tuple[Node, float]:
+        """Returns (weight, bias); the weight is [size], in float32 or the dtype of `source`."""
+        x, weight = self._shapes.of(source), given.source
         assert x is not None
-        weight, size = given.source, match.candidate.norms[0].hidden_size
         if weight is None:  # multiplying by 1.0 is exact
             kwargs = {"dtype": torch.float32, "device": x.device, "pin_memory": False}
             return self._add(torch.ops.aten.full.default, ([size], 1.0), kwargs), given.bias

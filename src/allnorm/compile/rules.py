@@ -16,7 +16,7 @@ from torch.fx import Node
 from allnorm.compile.expressions import NotUnderstood, Value, number_of
 from allnorm.compile.operands import Operands
 from allnorm.compile.shapes import FLOATS, FP8, same_shape, static_size
-from allnorm.compile.vocabulary import argument, module_of, operation, plain_module
+from allnorm.compile.vocabulary import argument, module_of, operation, plain_module, plain_name
 
 _EXPECTED_DIM = "expected the last one"
 _ZEROS = ("0", "0.0", "False")  # not -0.0
@@ -163,15 +163,67 @@ def _dropout(e: Operands, node: Node) -> Value:
 
 
 def _select(e: Operands, node: Node) -> Value:
-    return _row(e, node, argument(node, 1, "dim"), argument(node, 2, "index"))
+    dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
+    return _column(e, node, dim, index) or _row(e, node, dim, index)
 
 
 def _slice(e: Operands, node: Node) -> Value:
-    """Evaluates a slice that is a whole dimension, as tracers record it for `x[:]`."""
-    start, step = argument(node, 2, "start"), argument(node, 4, "step", default=1)
-    if start not in (None, 0) or step != 1 or argument(node, 3, "end") not in (None, sys.maxsize):
+    """Evaluates a slice that is a column, or a whole dimension, as tracers record it for `x[:]`."""
+    start, end = argument(node, 2, "start"), argument(node, 3, "end")
+    step = argument(node, 4, "step", default=1)
+    if start in (None, 0) and step == 1 and end in (None, sys.maxsize):
+        return _same(e, node)
+    found = _column(e, node, argument(node, 1, "dim", default=0), slice(start, end, step))
+    if found is None:
         raise NotUnderstood
-    return _same(e, node)
+    return found
+
+
+def _column(e: Operands, node: Node, dim: Any, index: Any) -> Value | None:
+    """Evaluates an index into the last dimension that takes one column; None for others."""
+    source = e.node(_input(node))
+    tensor = e.shapes.of(source)
+    width = None if tensor is None or not tensor.dim() else static_size(tensor.shape[-1])
+    if tensor is None or width is None or dim not in (-1, tensor.dim() - 1):
+        return None
+    parts = (index.start, index.stop, index.step) if isinstance(index, slice) else (index,)
+    if not all(part is None or isinstance(part, int) for part in parts):
+        return None
+    if not isinstance(index, slice):
+        index = slice(index, index + 1 or None)
+    taken, held = range(width)[index], e.held(source)
+    if held.column:  # its views may have any shape
+        return held if len(taken) == width == 1 else None
+    return e.algebra.column(held, taken[0]) if len(taken) == 1 else None
+
+
+def _pieces(e: Operands, node: Node) -> Value:
+    """Evaluates a split of rows into single columns."""
+    source, results = e.node(_input(node)), e.shapes.any_of(node)
+    place = 1 if plain_name(node) == "unbind" else 2
+    dim = argument(node, place, "dim", default=0)
+    columns = [_column(e, node, dim, i) for i in range(len(results or ()))]
+    tensor = e.shapes.of(source)
+    found = tuple(column for column in columns if column is not None)
+    if tensor is None or not found or len(found) != static_size(tensor.shape[-1]):
+        raise NotUnderstood
+    return e.algebra.make("tuple", found, node, None)
+
+
+def _side_by_side(e: Operands, node: Node) -> Value:
+    """Evaluates `cat` or `stack` of columns along the last dimension."""
+    tensors, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", "axis", default=0)
+    out = e.out(node)
+    if not isinstance(tensors, list | tuple) or dim not in (-1, out.dim() - 1):
+        raise NotUnderstood
+    nodes = [e.node(tensor) for tensor in tensors]
+    values = tuple(map(e.held, nodes))
+    if len(values) != static_size(out.shape[-1]) or not all(value.column for value in values):
+        raise NotUnderstood
+    shapes = [e.out(one).shape for one in nodes]
+    if operation(node) == "cat" and any(static_size(shape[-1]) != 1 for shape in shapes):
+        raise NotUnderstood
+    return e.algebra.make("columns", values, None, out.dtype)
 
 
 def _row(e: Operands, node: Node, dim: Any, index: Any) -> Value:
@@ -193,6 +245,11 @@ def _getitem(e: Operands, node: Node) -> Value:
     if isinstance(index, tuple) and len(index) == 2:
         if index[0] is Ellipsis and index[1] is None:
             return _view(e, node)
+        tensor = e.shapes.of(source)
+        if index[0] is Ellipsis or (tensor is not None and tensor.dim() == 2):
+            found = _column(e, node, -1, index[1]) if index[0] in (..., slice(None)) else None
+            if found is not None:
+                return found
         if index[0] == slice(None):
             return _row(e, node, 1, index[1])
     if value.op == "tuple" and isinstance(index, int) and index < len(value.args):
@@ -307,6 +364,8 @@ RULES: dict[str, Rule] = {
     "part": _part,
     "select": _select,
     "slice": _slice,
+    "pieces": _pieces,
+    **dict.fromkeys(("cat", "stack"), _side_by_side),
     "max": _max,
     "cast": _cast,
     "copy": _copy,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Node
 
-from allnorm.compile.candidate import Match
+from allnorm.compile.candidate import Fused, Match
 from allnorm.compile.expressions import Value
 from allnorm.compile.shapes import same_shape
 from allnorm.compile.values import Values
@@ -122,12 +124,12 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
     )
 
 
-def check_order(values: Values, match: Match, accepted: list[Match]) -> str:
+def check_order(values: Values, match: Fused, accepted: Sequence[Fused]) -> str:
     """Returns "", or a reason: one of the call's inputs depends on its result.
 
     The call needs all of its inputs for each of its results. The nodes that it replaces do not.
     """
-    position, begin = values.position, values.position[match.candidate.reduction.node]
+    position, begin = values.position, values.position[match.reduction.node]
     match.late = any(position[node] > begin and node.op != "get_attr" for node in match.inputs)
     if not match.late and not any(other.late for other in accepted):
         return ""

@@ -205,6 +205,7 @@ class Values:
         inputs = tuple(self.held[source] for source in node.all_input_nodes)
         value = self.algebra.make("reduced", inputs, node, None if x is None else x.dtype)
         self.reduced[node] = value
+        value.column = reduction.x is not None and self.held[reduction.x].column
         if reduction.pending:
             self.pending.add(node)
         if reduction.result is None:

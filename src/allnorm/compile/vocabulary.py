@@ -33,10 +33,12 @@ _NAMES = {
     "rms_norm": "rms_norm _fused_rms_norm",
     "layer_norm": "layer_norm native_layer_norm",
     "getitem": "getitem __getitem__",
+    "cat": "cat concat concatenate",
+    "pieces": "split split_with_sizes chunk unbind tensor_split",
 }
 _OPERATION = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 _UNIQUE = "square mean sum amax max clamp_min clamp_max maximum minimum rsqrt sqrt reciprocal full"
-_OPERATION |= {name: name for name in f"{_UNIQUE} select slice copy dropout".split()}
+_OPERATION |= {name: name for name in f"{_UNIQUE} select slice copy dropout stack".split()}
 
 # Operators outside the namespaces aten and prims.
 _FOREIGN = {
