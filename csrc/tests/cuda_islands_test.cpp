@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "tests/cuda_ranks.h"
+#include "tests/islands.h"
 
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
   return "halt_on_error=1:history_size=4";
@@ -16,7 +17,6 @@ using namespace testing;  // NOLINT: a test
 
 const uint64_t kSeeds = shim::watched() ? 2 : 12;
 
-// Before the exchange: partials, possibly sums of experts, become float32 sums of the owned rows.
 Operation make_before(int world_size, Random& random, int dtype) {
   AllnormCall call = make_call(random);
   call.dtype = dtype;
@@ -25,19 +25,9 @@ Operation make_before(int world_size, Random& random, int dtype) {
   call.flags = call.quant = 0;
   call.post_weight = nullptr;
   call.num_tokens = 1 + random.below(20);
-  Operation op = make_operation(world_size, random, call, true);
-  random_experts(op, random);
-  op.out.clear();
-  for (int rank = 0; rank < world_size; ++rank) {
-    const RowRange own = row_shard(call.num_tokens, world_size, rank);
-    op.out.emplace_back(ALLNORM_FLOAT32, std::max<int64_t>(1, own.end - own.begin),
-                        call.hidden_size, 4 * random.below(2));
-  }
-  return op;
+  return make_before(world_size, random, call, 3);
 }
 
-// After the exchange: every owner has the float32 sums of 1 to 4 islands, stored one below the
-// other. For the comparison, x of rank 0 is their total, and x of the other ranks is -0.0.
 Operation make_after(int world_size, Random& random, int dtype) {
   AllnormCall call = make_call(random);
   call.dtype = dtype;
@@ -49,31 +39,8 @@ Operation make_after(int world_size, Random& random, int dtype) {
   call.flags |= ALLNORM_ISLAND_SUMS;
   call.num_tokens = 1 + random.below(20);
   call.num_sources = static_cast<int32_t>(1 + random.below(4));
-  Operation op = make_operation(world_size, random, call, random.below(2) == 0);
-  for (size_t r = 1; r < op.x.size(); ++r) {
-    for (int64_t row = 0; row < call.num_tokens; ++row) {
-      for (int64_t i = 0; i < call.hidden_size; ++i) {
-        op.x[r].set_bits(row, i, round_bits(call.dtype, -0.0f));
-      }
-    }
-  }
-  for (int rank = 0; rank < world_size; ++rank) {
-    const RowRange own = row_shard(call.num_tokens, world_size, rank);
-    const int64_t rows = std::max<int64_t>(1, own.end - own.begin);
-    Matrix sums(ALLNORM_FLOAT32, call.num_sources * rows, call.hidden_size, 4 * random.below(2));
-    fill(sums, random);
-    for (int64_t row = own.begin; row < own.end; ++row) {
-      for (int64_t i = 0; i < call.hidden_size; ++i) {
-        float total = bit_cast<float>(sums.bits(row - own.begin, i));
-        for (int32_t island = 1; island < call.num_sources; ++island) {
-          total += bit_cast<float>(sums.bits(island * rows + row - own.begin, i));
-        }
-        op.x[0].set_bits(row, i, round_bits(call.dtype, total));
-      }
-    }
-    op.sums.push_back(std::move(sums));
-  }
-  return op;
+  const bool normed = random.below(2) == 0;
+  return make_after(world_size, random, call, normed);
 }
 
 // The kernels for islands. Compiling only these is faster than AllKernels.

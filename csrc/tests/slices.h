@@ -41,10 +41,13 @@ struct SliceCall {
     return mine;
   }
 
-  // Checks the results of one rank, including that the gaps between rows have not changed. All NaNs
-  // count as equal. `or_nan`: NaN rows are correct too.
-  void compare(int rank, const char* what, uint64_t seed, bool or_nan = false) const {
+  // Counts the wrong elements of one rank's results, gaps between rows included, which must not
+  // change. All NaNs count as equal. `or_nan`: NaN is correct too. Calls `report(tensor, row,
+  // column)` for each.
+  template <class Report>
+  int64_t count_wrong(int rank, bool or_nan, const Report& report) const {
     const auto r = static_cast<size_t>(rank);
+    int64_t wrong = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
       const Matrix &got = tensors[i].out[r], &want = tensors[i].expected[r];
       for (int64_t row = 0; row < call.num_tokens; ++row) {
@@ -54,17 +57,30 @@ struct SliceCall {
           const bool wants_nan = to_float(call.dtype, b) != to_float(call.dtype, b);
           const bool inside = column < got.columns;
           if (a == b || (inside && nan && (wants_nan || or_nan))) continue;
-          check(false,
-                "%s, seed %llu, rank %d of %d: tensor %zu of %zu, row %lld of %lld, column %lld of "
-                "%lld: %x, expected %x (dtype %d, numerics %d)",
-                what, static_cast<unsigned long long>(seed), rank, world_size(), i, tensors.size(),
-                static_cast<long long>(row), static_cast<long long>(call.num_tokens),
-                static_cast<long long>(column), static_cast<long long>(got.columns), a, b,
-                call.dtype, call.numerics);
-          return;
+          ++wrong;
+          report(i, row, column);
         }
       }
     }
+    return wrong;
+  }
+
+  // Checks the results of one rank.
+  void compare(int rank, const char* what, uint64_t seed, bool or_nan = false) const {
+    bool reported = false;
+    count_wrong(rank, or_nan, [&](size_t i, int64_t row, int64_t column) {
+      if (reported) return;
+      reported = true;
+      const Matrix& got = tensors[i].out[static_cast<size_t>(rank)];
+      const Matrix& want = tensors[i].expected[static_cast<size_t>(rank)];
+      check(false,
+            "%s, seed %llu, rank %d of %d: tensor %zu of %zu, row %lld of %lld, column %lld of "
+            "%lld: %x, expected %x (dtype %d, numerics %d)",
+            what, static_cast<unsigned long long>(seed), rank, world_size(), i, tensors.size(),
+            static_cast<long long>(row), static_cast<long long>(call.num_tokens),
+            static_cast<long long>(column), static_cast<long long>(got.columns),
+            got.bits(row, column), want.bits(row, column), call.dtype, call.numerics);
+    });
   }
 };
 

@@ -63,32 +63,50 @@ struct StreamCall {
     return mine;
   }
 
-  // Checks the result of one rank, including that the gaps between rows have not changed. All NaNs
-  // count as equal. `or_nan`: NaN is correct too.
-  void compare(int rank, const char* what, uint64_t seed, bool or_nan = false) const {
+  // Counts the wrong elements of one rank's result, gaps between rows included, which must not
+  // change. All NaNs count as equal. `or_nan`: NaN is correct too. Calls `report(row, column)` for
+  // each.
+  template <class Report>
+  int64_t count_wrong(int rank, bool or_nan, const Report& report) const {
     const Matrix& got = residual_out[static_cast<size_t>(rank)];
+    int64_t wrong = 0;
     for (int64_t at = 0; at < got.rows; ++at) {
       for (int64_t column = 0; column < got.stride; ++column) {
-        const uint32_t a = got.bits(at, column);
-        const uint32_t b = column < got.columns ? expected.bits(at, column) : gap_bits(got.dtype);
+        const uint32_t a = got.bits(at, column), b = expected_bits(at, column);
         const bool nan = to_float(got.dtype, a) != to_float(got.dtype, a);
         const bool wants_nan = to_float(got.dtype, b) != to_float(got.dtype, b);
         const bool inside = column < got.columns;
         if (a == b || (inside && nan && (wants_nan || or_nan))) continue;
-        check(false,
-              "%s, seed %llu, rank %d of %d: row %lld of %lld (%d streams, %s), column %lld of "
-              "%lld: %x, expected %x (dtype %d, residual %d)",
-              what, static_cast<unsigned long long>(seed), rank, world_size(),
-              static_cast<long long>(at), static_cast<long long>(got.rows), call.num_streams,
-              by_stream ? "by stream" : "by token", static_cast<long long>(column),
-              static_cast<long long>(got.columns), a, b, call.dtype, got.dtype);
-        return;
+        ++wrong;
+        report(at, column);
       }
     }
+    return wrong;
+  }
+
+  // Checks the result of one rank.
+  void compare(int rank, const char* what, uint64_t seed, bool or_nan = false) const {
+    const Matrix& got = residual_out[static_cast<size_t>(rank)];
+    bool reported = false;
+    count_wrong(rank, or_nan, [&](int64_t at, int64_t column) {
+      if (reported) return;
+      reported = true;
+      check(false,
+            "%s, seed %llu, rank %d of %d: row %lld of %lld (%d streams, %s), column %lld of "
+            "%lld: %x, expected %x (dtype %d, residual %d)",
+            what, static_cast<unsigned long long>(seed), rank, world_size(),
+            static_cast<long long>(at), static_cast<long long>(got.rows), call.num_streams,
+            by_stream ? "by stream" : "by token", static_cast<long long>(column),
+            static_cast<long long>(got.columns), got.bits(at, column), expected_bits(at, column),
+            call.dtype, got.dtype);
+    });
   }
 
  private:
-  static uint32_t gap_bits(int dtype) { return dtype == ALLNORM_FLOAT32 ? 0x5a5a5a5a : 0x5a5a; }
+  uint32_t expected_bits(int64_t row, int64_t column) const {
+    if (column < expected.columns) return expected.bits(row, column);
+    return expected.dtype == ALLNORM_FLOAT32 ? 0x5a5a5a5a : 0x5a5a;
+  }
 };
 
 // Computes the expected result, which is the same on all ranks.
@@ -116,11 +134,9 @@ inline void expect(StreamCall& of) {
   }
 }
 
-// Draws the data of a call. `aligned`: rows are multiples of 16 bytes apart.
-inline StreamCall make_streams(Random& random, int world_size, int dtype, int64_t num_tokens,
-                               int64_t hidden_size, bool aligned) {
-  StreamCall of;
-  AllnormCall& call = of.call;
+// Draws a call.
+inline AllnormCall stream_call(Random& random, int dtype, int64_t num_tokens, int64_t hidden_size) {
+  AllnormCall call = {};
   call.struct_bytes = sizeof(call);
   call.op = ALLNORM_HYPER_CONNECTION;
   call.algorithm = static_cast<int32_t>(random.below(2));
@@ -131,6 +147,17 @@ inline StreamCall make_streams(Random& random, int world_size, int dtype, int64_
   call.num_streams = random.below(3) == 0 ? 4 : static_cast<int32_t>(2 + random.below(7));
   const bool wide = dtype != ALLNORM_FLOAT32 && random.below(2) == 0;
   if (wide) call.flags = ALLNORM_FLOAT32_RESIDUAL;
+  return call;
+}
+
+// Draws the data of a call. `aligned`: rows are multiples of 16 bytes apart.
+inline StreamCall make_streams(Random& random, int world_size, const AllnormCall& call,
+                               bool aligned) {
+  StreamCall of;
+  of.call = call;
+  const int dtype = call.dtype;
+  const int64_t num_tokens = call.num_tokens, hidden_size = call.hidden_size;
+  const bool wide = (call.flags & ALLNORM_FLOAT32_RESIDUAL) != 0;
   const int residual_dtype = wide ? static_cast<int>(ALLNORM_FLOAT32) : dtype;
   of.in_place = random.below(3) == 0;
   of.by_stream = random.below(3) == 0;
@@ -160,6 +187,13 @@ inline StreamCall make_streams(Random& random, int world_size, int dtype, int64_
   }
   expect(of);
   return of;
+}
+
+// Draws a call with its data.
+inline StreamCall make_streams(Random& random, int world_size, int dtype, int64_t num_tokens,
+                               int64_t hidden_size, bool aligned) {
+  const AllnormCall call = stream_call(random, dtype, num_tokens, hidden_size);
+  return make_streams(random, world_size, call, aligned);
 }
 
 }  // namespace allnorm::testing

@@ -21,6 +21,7 @@ _OTHERWISE = {
     "one_shot_dense": "one_shot",
     "one_shot_few": "one_shot",
     "owned_sum_few": "owned_sum",
+    "streams_one_shot_dense": "streams_one_shot",
 }
 _FEATURES = {
     "kBasic": frozenset[str](),
@@ -30,10 +31,11 @@ _FEATURES = {
 DTYPES = ("Float32", "Float16", "Bfloat16")  # AllnormDtype
 ENDLESS_NS = 1 << 60
 MOST_INSTRUCTIONS = 50_000_000
+MOST_SLICES = 4  # ALLNORM_MAX_SLICES
 
 
 class _Spec(ctypes.Structure):
-    """struct Spec in calls.cpp."""
+    """struct Spec in group_call.h."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
@@ -42,13 +44,15 @@ class _Spec(ctypes.Structure):
         )),
         ("num_tokens", ctypes.c_int64),
         ("hidden_size", ctypes.c_int64),
-        ("values", ctypes.c_int32),
-        ("sources", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in (
+            "values", "sources", "streams", "islands", "num_slices",
+        )),
+        ("slices", ctypes.c_int64 * MOST_SLICES),
     )  # fmt: skip
 
 
 class _LaunchInfo(ctypes.Structure):
-    """struct LaunchInfo in calls.cpp."""
+    """struct LaunchInfo in group_call.h."""
 
     _fields_ = (
         ("kind", ctypes.c_char * 24),
@@ -56,7 +60,7 @@ class _LaunchInfo(ctypes.Structure):
             "dtype", "format", "experts", "islands", "post_step", "float32_residual", "all_formats",
             "num_blocks", "num_threads", "shared_bytes", "num_bytes",
         )),
-        ("parameters", ctypes.c_uint8 * 1024),
+        ("parameters", ctypes.c_uint8 * 2048),
     )  # fmt: skip
 
 
@@ -88,6 +92,9 @@ class Call:
         num_blocks: Blocks of a launch at most; 0 draws 2 to 4.
         values: `mixed`, `finite`, `zeros` or `nasty`.
         sources: Partial sums that a local kernel adds; 0: the call exchanges rows among ranks.
+        streams: Residual streams of HYPER_CONNECTION.
+        slices: Sizes of the tensors' slices of RMS_NORM_SHARDED.
+        islands: If not 0, the rows are sums of so many islands.
     """
 
     rows: int = 1
@@ -109,6 +116,9 @@ class Call:
     num_blocks: int = 0
     values: str = "mixed"
     sources: int = 0
+    streams: int = 0
+    slices: tuple[int, ...] = ()
+    islands: int = 0
 
     def _spec(self) -> _Spec:
         dtype = DTYPES.index(self.dtype)
@@ -132,6 +142,10 @@ class Call:
             hidden_size=self.hidden,
             values=("mixed", "finite", "zeros", "nasty").index(self.values),
             sources=self.sources,
+            streams=self.streams,
+            islands=self.islands,
+            num_slices=len(self.slices),
+            slices=self.slices,
         )
 
 
@@ -166,7 +180,8 @@ class Outcome:
 def _library() -> ctypes.CDLL:
     abi = ("check", "check_memory", "error")
     sources = [HERE / "calls.cpp", *(CSRC / "abi" / f"{name}.cpp" for name in abi)]
-    library = ctypes.CDLL(str(compile_library("calls", sources, CSRC.rglob("*.h"), FLAGS)))
+    headers = [*CSRC.rglob("*.h"), *HERE.glob("*.h")]
+    library = ctypes.CDLL(str(compile_library("calls", sources, headers, FLAGS)))
     library.calls_create.restype = ctypes.c_void_p
     library.calls_wrong.restype = library.calls_not_at_rest.restype = ctypes.c_int64
     return library
@@ -180,6 +195,8 @@ def kernel_for(info: _LaunchInfo, world_size: int) -> Variant:
     """
     dtype = DTYPES[info.dtype]
     size = world_size if world_size in world_sizes(dtype) else ANY_WORLD_SIZE
+    if info.kind == b"slices":
+        size = ANY_WORLD_SIZE
     if info.kind.startswith(b"local"):
         size = 1
     needs = {name for name in _FEATURES["kExtended"] if getattr(info, name)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from native.sass.kernels import ANY_WORLD_SIZE, Variant, all_variants, traits
 
@@ -11,10 +12,13 @@ from .calls import MOST_INSTRUCTIONS, Call, Edit, Group, Outcome
 from .machine import Settings
 
 GFX942, GFX950 = "gfx942", "gfx950"
-ADD_RMS_NORM, ALL_GATHER_ROWS = 1, 2  # AllnormOp
+ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED, HYPER_CONNECTION = range(
+    1, 6
+)  # AllnormOp
 ONE_SHOT, TWO_SHOT = 0, 1
 SHARDED = 2  # ALLNORM_RESIDUAL_SHARDED
 FLOAT32_RESIDUAL = 128  # ALLNORM_FLOAT32_RESIDUAL
+NO_GATHER = 256  # ALLNORM_NO_GATHER
 PER_GROUP, PER_TOKEN, NVFP4 = 1, 2, 4
 WRAPS = 0xFFFFFFFD  # the counter of operations wraps after three
 
@@ -78,6 +82,18 @@ def workspace_bytes(ranks: int, calls: tuple[Call, ...]) -> int:
 
 
 FP8 = {"quant": PER_GROUP, "group_size": 128}
+
+
+def slices(rows: int, *sizes: int, dtype: str = "Bfloat16", **options: Any) -> Call:
+    """Returns a call that norms rows of which every rank has a slice."""
+    return Call(rows, op=RMS_NORM_SHARDED, dtype=dtype, slices=sizes, **options)
+
+
+def streams(rows: int, hidden: int, count: int, **options: Any) -> Call:
+    """Returns a call that mixes residual streams."""
+    return Call(rows, hidden, op=HYPER_CONNECTION, streams=count, **options)
+
+
 # With the kernels of these cases, each kind of kernel, dtype and number of ranks occurs.
 SHORT = (
     Case("one_shot", GFX942, 2, (Call(3, 4096), Call(4, 2880, values="nasty"), Call(2, 64))),
@@ -103,9 +119,46 @@ SHORT = (
                               Call(2, 5760, flags=FLOAT32_RESIDUAL, values="nasty"))),
     Case("wide_two_shot", GFX950, 2, (Call(2, 7168, algorithm=1), Call(1, 16384, algorithm=1))),
     Case("gathered", GFX942, 2, (Call(5, 512, op=ALL_GATHER_ROWS, algorithm=1, dtype="Float32"),)),
-    Case("sharded", GFX942, 2, (Call(5, 1000, algorithm=1, flags=SHARDED, dtype="Float32"),)),
+    Case("sharded", GFX942, 2, (
+        Call(5, 1000, algorithm=1, flags=SHARDED, dtype="Float32"),
+        Call(4, 512, algorithm=1, flags=SHARDED | NO_GATHER, dtype="Float32", values="nasty"))),
     Case("experts", GFX950, 2, (Call(3, 1024, experts=True), Call(2, 520, post_norm=True),
                                 Call(3, 2880, flags=FLOAT32_RESIDUAL))),
+    Case("slices", GFX942, 2, (slices(3, 1024, 128), slices(2, 5120, values="nasty"),
+                               slices(1, 8, 2880, 64, 16))),
+    Case("slices_8", GFX942, 8, (slices(2, 128, 1024), slices(3, 512, values="nasty")), late=(3,)),
+    Case("streams", GFX942, 2, (streams(3, 512, 4), streams(2, 2880, 7, values="nasty"),
+                                streams(2, 520, 3, flags=FLOAT32_RESIDUAL))),
+    Case("streams_8", GFX942, 8, (streams(2, 512, 8, flags=FLOAT32_RESIDUAL),
+                                  streams(3, 1024, 4, values="nasty")), late=(6,)),
+)  # fmt: skip
+
+# With these, the long run has each source, transport and epilogue.
+MORE = (
+    Case("own_rows", GFX942, 2, (Call(5, 520, algorithm=1, flags=SHARDED | NO_GATHER),
+                                 Call(4, 512, algorithm=1, flags=SHARDED | NO_GATHER
+                                      | FLOAT32_RESIDUAL, values="nasty"))),
+    Case("own_rows_8", GFX950, 8, (Call(13, 512, algorithm=1, flags=SHARDED | NO_GATHER),
+                                   Call(16, 1024, algorithm=1, flags=SHARDED | NO_GATHER,
+                                        **FP8))),
+    Case("float32_residual_8", GFX942, 8, (
+        Call(9, 512, algorithm=1, flags=SHARDED | FLOAT32_RESIDUAL, values="nasty"),
+        Call(2, 2880, flags=FLOAT32_RESIDUAL, dtype="Float16"))),
+    Case("islands", GFX942, 2, (Call(3, 512, op=SUM_ROWS, algorithm=1, experts=True),
+                                Call(4, 512, algorithm=1, islands=3),
+                                Call(5, 520, algorithm=1, islands=2, flags=SHARDED))),
+    Case("islands_8", GFX950, 8, (Call(9, 512, op=SUM_ROWS, algorithm=1),
+                                  Call(9, 512, algorithm=1, islands=2))),
+    Case("streams_dense", GFX942, 2, (streams(3, 512, 4, dense=True), streams(2, 64, 2, dense=True),
+                                      streams(6, 520, 3, dense=True, values="nasty"))),
+    Case("streams_two_shot", GFX942, 2, (streams(3, 512, 4, algorithm=1),
+                                         streams(2, 4096, 5, algorithm=1, values="nasty"),
+                                         streams(2, 512, 6, algorithm=1, flags=FLOAT32_RESIDUAL))),
+    Case("streams_two_shot_8", GFX950, 8, (
+        streams(2, 512, 4, algorithm=1), streams(3, 1024, 8, algorithm=1, flags=FLOAT32_RESIDUAL),
+        streams(1, 4096, 3, algorithm=1, values="nasty"))),
+    Case("slices_reused", GFX942, 2, tuple(slices(1 + n % 3, 64, 512) for n in range(36))),
+    Case("streams_reused", GFX942, 2, tuple(streams(1 + n % 3, 512, 2 + n % 7) for n in range(36))),
 )  # fmt: skip
 
 
@@ -117,10 +170,15 @@ def _call_for(variant: Variant, rows: int, hidden: int) -> Call:
         extended = variant.extended and rows % 2 == 0
         quant = {"quant": NVFP4} if extended else dict(FP8)
         hidden = hidden // 128 * 128
+    op = ALL_GATHER_ROWS if kind == "owned_given" else ADD_RMS_NORM
+    of_islands = kind.startswith("owned") and variant.extended and rows > 2
+    if of_islands and kind == "owned_finished" and not variant.quantized and rows == 4:
+        return Call(rows, hidden, op=SUM_ROWS, algorithm=TWO_SHOT, dtype=variant.dtype)
     return Call(
         rows,
         hidden,
-        op=ALL_GATHER_ROWS if kind == "owned_given" else ADD_RMS_NORM,
+        op=op,
+        islands=rows - 1 if of_islands else 0,
         algorithm=TWO_SHOT if two_shot else ONE_SHOT,
         dtype=variant.dtype,
         flags=SHARDED if kind == "owned_finished" else 0,
@@ -141,10 +199,44 @@ REUSED = (
 )
 
 
-def _local_case_for(variant: Variant, cpu: str) -> Case:
-    """Returns calls of one rank for a local kernel."""
+def _slices_for(variant: Variant, number: int) -> Call:
+    """Returns a call for a kernel of slices; local: of as many ranks' slices."""
+    sizes = ((128,), (1024, 8), (2880, 64, 512), (8, 16, 4104, 1024))[number % 4]
+    if variant.is_local and number % 2:
+        sizes = tuple(size + 3 for size in sizes)  # no whole packs
+    return slices(
+        1 + number,
+        *sizes,
+        dtype=variant.dtype,
+        values="nasty" if number == 2 else "mixed",
+        sources=(1, 2, 5, 8)[number % 4] if variant.is_local else 0,
+    )
+
+
+def _streams_for(variant: Variant, number: int) -> Call:
+    """Returns a call for a kernel of streams; local: of as many sources."""
+    wide = number % 2 == 1 and variant.dtype != "Float32" and "dense" not in variant.kind
+    dense = variant.kind.endswith("dense")
+    hidden = (64, 512, 1440, 264)[number % 4]
+    if variant.is_local and number in (1, 2):
+        hidden += 3  # no whole packs
+    return streams(
+        1 + number,
+        hidden,
+        (2, 4, 3, 4)[number % 4] if dense else (2, 8, 5, 4)[number % 4],
+        algorithm=TWO_SHOT if variant.kind.endswith("two_shot") else ONE_SHOT,
+        dtype=variant.dtype,
+        flags=FLOAT32_RESIDUAL if wide else 0,
+        dense=dense,
+        values="nasty" if number == 2 else "mixed",
+        sources=(1, 2, 4, 8)[number % 4] if variant.is_local else 0,
+    )
+
+
+def _local_calls_for(variant: Variant) -> tuple[Call, ...]:
+    """Returns calls of one rank for a local kernel that norms rows."""
     widths = {"local_rows": (512, 1440), "local_aligned": (512, 7168), "local_any": (7, 2875)}
-    calls = tuple(
+    return tuple(
         Call(
             1 + k,
             hidden,
@@ -162,34 +254,34 @@ def _local_case_for(variant: Variant, cpu: str) -> Case:
             for sources in (1, 2, 5)
         )
     )
-    return Case("-".join(traits(variant)), cpu, 1, calls)
 
 
 def case_for(variant: Variant, cpu: str) -> Case:
     """Returns calls that run a kernel of the table, on some ranks if not on all."""
+    name = "-".join(traits(variant))
+    ranks = variant.world_size
+    if ranks == ANY_WORLD_SIZE:
+        ranks = 3 if variant.dtype != "Float32" else 5
+    if variant.kind.endswith("slices"):
+        if not variant.is_local:
+            ranks = {"Bfloat16": 8, "Float16": 2, "Float32": 5}[variant.dtype]
+        return Case(name, cpu, ranks, tuple(_slices_for(variant, k) for k in range(4)))
+    if variant.mixes_streams or variant.kind == "local_streams":
+        return Case(name, cpu, ranks, tuple(_streams_for(variant, k) for k in range(4)))
     if variant.is_local:
-        return _local_case_for(variant, cpu)
+        return Case(name, cpu, ranks, _local_calls_for(variant))
     wide = variant.is_wide
     widths = (7168, 5120) if wide else (512, 1024, 2880)
     if variant.dtype == "Float32":
         widths = (2304, 4096) if wide else (256, 1024, 1440)
-    ranks = variant.world_size
-    if ranks == ANY_WORLD_SIZE:
-        ranks = 3 if variant.dtype != "Float32" else 5
     calls = tuple(_call_for(variant, 1 + k, width) for k, width in enumerate((*widths, widths[0])))
-    return Case("-".join(traits(variant)), cpu, ranks, calls)
-
-
-def is_emulated(variant: Variant) -> bool:
-    """Returns whether cases run a kernel. Those of slices and streams are only compiled."""
-    return not variant.kind.endswith(("slices", "local_streams")) and not variant.mixes_streams
+    return Case(name, cpu, ranks, calls)
 
 
 def all_kernels(cpu: str) -> Iterator[Case]:
-    """Yields a case for every kernel that is emulated."""
+    """Yields a case for every kernel."""
     for variant in sorted(all_variants(wide=True), key=traits):
-        if is_emulated(variant):
-            yield case_for(variant, cpu)
+        yield case_for(variant, cpu)
 
 
 def shapes(cpu: str) -> Iterator[Case]:
@@ -203,3 +295,15 @@ def shapes(cpu: str) -> Iterator[Case]:
                         rows, hidden, algorithm=algorithm, num_blocks=min(rows, 8) + 1, **quant
                     )
                     yield Case(f"{rows}x{hidden}, algorithm {algorithm}", cpu, ranks, (call,))
+
+
+def shapes_of_others(cpu: str) -> Iterator[Case]:
+    """Yields queries and keys of attention, and four streams, with 2, 4 and 8 ranks."""
+    for ranks in (2, 4, 8):
+        for rows in (1, 8, 64):
+            blocks = min(rows, 8) + 1
+            call = slices(rows, 8192 // ranks, 1024 // ranks, num_blocks=blocks)
+            yield Case(f"{rows} rows of slices", cpu, ranks, (call,))
+            for algorithm in (ONE_SHOT, TWO_SHOT):
+                call = streams(rows, 4096, 4, algorithm=algorithm, num_blocks=blocks)
+                yield Case(f"{rows} rows of streams, algorithm {algorithm}", cpu, ranks, (call,))

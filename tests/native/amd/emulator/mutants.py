@@ -12,7 +12,7 @@ import functools
 import re
 
 from .calls import Call, loaded
-from .cases import GFX942, Case
+from .cases import GFX942, Case, slices, streams
 from .code_object import CodeObject, Line
 from .machine import Settings, StopError
 
@@ -134,6 +134,20 @@ _RELAYED = Case(
     tuple(Call(1 + n % 3, 256, algorithm=1, dtype="Float32") for n in range(12)),
 )
 _EXPERTS = Case("experts", GFX942, 2, (Call(6, 512, experts=True, num_blocks=2),))
+# Several units per block, and sums whose bits are those of the empty word.
+_SLICES = Case(
+    "slices", GFX942, 2, tuple(slices(1 + n % 5, 64, 1024, 8, num_blocks=2) for n in range(20))
+)
+# Blocks of exactly two units: the second total follows the first without a barrier in between.
+_TWO_UNITS = Case("two_units", GFX942, 2, tuple(slices(8, 2048, num_blocks=5) for _ in range(20)))
+_SLICES_8 = Case("slices_8", GFX942, 8, tuple(slices(3, 64, 512) for _ in range(4)))
+_NASTY_SLICES = Case(
+    "nasty_slices",
+    GFX942,
+    2,
+    tuple(slices(2, 8, 8, values="nasty", dtype="Float32") for _ in range(8)),
+)
+_STREAMS = Case("streams", GFX942, 2, (streams(2, 512, 4),))
 FAULTS = (
     Fault("one_word_tested", _ROWS),
     Fault("not_canonicalized", _NASTY),
@@ -144,4 +158,11 @@ FAULTS = (
     Fault("slots_of_another_rank", _RELAYED),
     Fault("other_order_of_sums", _RELAYED),
     Fault("any_lane_suffices", _RELAYED),
+    Fault("chunks_of_units_read_early", _SLICES),
+    Fault("total_read_early", _SLICES),
+    Fault("one_buffer_of_unit_sums", _TWO_UNITS),
+    Fault("sums_not_cleared", _SLICES),
+    Fault("sums_not_canonicalized", _NASTY_SLICES),
+    Fault("last_sum_not_awaited", _SLICES_8),
+    Fault("mix_transposed", _STREAMS),
 )

@@ -22,7 +22,17 @@ from rich.table import Table
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))
 from native.amd.compiler import ARCHITECTURES
 from native.amd.emulator import mutants
-from native.amd.emulator.cases import GFX942, GFX950, REUSED, SHORT, Case, all_kernels, shapes
+from native.amd.emulator.cases import (
+    GFX942,
+    GFX950,
+    MORE,
+    REUSED,
+    SHORT,
+    Case,
+    all_kernels,
+    shapes,
+    shapes_of_others,
+)
 from native.amd.emulator.machine import Settings, StopError
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -92,14 +102,15 @@ def kernels(seeds: Seeds = 4, part: Part = "1/1") -> None:
 
 @app.command()
 def seeds(seeds: Seeds = 300, part: Part = "1/1") -> None:
-    """Runs the cases of every commit with many seeds, and operations that use slots again."""
-    run_cases(part_of([*SHORT, *REUSED], part), seeds)
+    """Runs the cases of every commit and further ones with many seeds."""
+    run_cases(part_of([*SHORT, *MORE, *REUSED], part), seeds)
 
 
 @app.command(name="shapes")
 def run_shapes(seeds: Seeds = 2, part: Part = "1/1") -> None:
     """Runs 1 to 128 rows of the widths of models, with 2, 4 and 8 ranks."""
-    run_cases(part_of([*shapes(GFX942), *shapes(GFX950)], part), seeds)
+    cases = [case for cpu in (GFX942, GFX950) for case in (*shapes(cpu), *shapes_of_others(cpu))]
+    run_cases(part_of(cases, part), seeds)
 
 
 @app.command(name="mutants")

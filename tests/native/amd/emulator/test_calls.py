@@ -7,12 +7,18 @@ import pytest
 from native.sass.kernels import all_variants, traits
 
 from .calls import Call, Group
-from .cases import GFX942, SHORT, Case, all_kernels, is_emulated
+from .cases import GFX942, SHORT, Case, all_kernels, slices, streams
 from .machine import Settings
 
 TIMEOUT, DIVERGED, PEER_DIED = 3, 4, 7  # AllnormStatus
 SEEDS = (1, 2)
 DEADLINE_NS = 400_000
+# A call of each epilogue.
+CALLS = (
+    pytest.param(Call(3, 512), id="norm"),
+    pytest.param(slices(3, 1024, 128), id="slices"),
+    pytest.param(streams(3, 512, 4), id="streams"),
+)
 
 
 @pytest.mark.slow
@@ -24,10 +30,11 @@ def test_short_calls(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_a_peer_that_does_not_come_is_reported() -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_a_peer_that_does_not_come_is_reported(call: Call) -> None:
     group = Group(2, GFX942, 1, timeout_ns=DEADLINE_NS, first_op=7)
-    group.add(Call(3, 512))
-    group.add(Call(3, 512))  # does not wait again
+    group.add(call)
+    group.add(call)  # does not wait again
     outcome = group.run(Settings(), absent=[1])
     fault = outcome.faults[0]
     assert (fault.status, fault.rank, fault.peer, fault.expected_op) == (TIMEOUT, 0, 1, 7)
@@ -61,6 +68,20 @@ def test_a_different_call_is_reported(algorithm: int, fewer_rows: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS[1:])
+def test_a_different_call_of_slices_or_streams_is_reported(call: Call) -> None:
+    group = Group(2, GFX942, 1, first_op=7)
+    for _ in range(2):
+        group.add(call)
+    group.set_different(1, rank=1, fewer_rows=1)
+    outcome = group.run(Settings())
+    # The first call has two launches.
+    found = [(fault.status, fault.peer, fault.expected_op) for fault in outcome.faults]
+    assert found == [(DIVERGED, 1, 10), (DIVERGED, 0, 10)]
+    assert outcome.wrong[0] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local_rows", "local_aligned", "local_any"])
 def test_local_kernels(kind: str) -> None:
     (case,) = (
@@ -78,6 +99,5 @@ def test_equal_seeds_give_equal_runs() -> None:
 
 def test_every_kernel_has_a_case() -> None:
     cases = list(all_kernels(GFX942))
-    emulated = filter(is_emulated, all_variants(wide=True))
-    names = {"-".join(traits(variant)) for variant in emulated}
+    names = {"-".join(traits(variant)) for variant in all_variants(wide=True)}
     assert {case.name for case in cases} == names
