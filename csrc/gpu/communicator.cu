@@ -105,8 +105,9 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
                 kPackBytes, kMaxSlicePacks * kPackBytes);
   }
   if (rows == 0) {
-    // Without clusters, rows with owners have a limit of their own.
-    const int32_t status = uses_owners(call) ? check_width(device_, call) : ALLNORM_OK;
+    // Without clusters, rows with owners or streams have a limit of their own.
+    const bool limited = uses_owners(call) || mixes_streams(call);
+    const int32_t status = limited ? check_width(device_, call) : ALLNORM_OK;
     if (status != ALLNORM_OK) return status;
     return fail(
         ALLNORM_UNSUPPORTED,

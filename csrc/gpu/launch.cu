@@ -258,11 +258,12 @@ int32_t check_width(const Device& device, const AllnormCall& call) {
   }
   const int cluster_size = call.cluster_size == 0 ? kMaxClusterSize : call.cluster_size;
   const int64_t packs = row_bytes / kPackBytes;
-  if (parts_of(packs) > 1 && uses_owners(call)) {
+  if (parts_of(packs) > 1 && (uses_owners(call) || mixes_streams(call))) {
     return fail(
         ALLNORM_UNSUPPORTED,
         "a row has %lld bytes; expected at most %d if rows have owners (a sharded residual, "
-        "all_gather_rows, or islands), because device %d has no clusters of blocks",
+        "all_gather_rows, or islands) or residual streams, because device %d has no clusters of "
+        "blocks",
         static_cast<long long>(row_bytes), kMaxThreads * kPackBytes, device.index);
   }
   const int num_threads = threads_of(packs, cluster_size * parts_of(packs));

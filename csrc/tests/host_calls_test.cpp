@@ -470,6 +470,69 @@ TEST(alignment) {
   check(allnorm_local(&local) == ALLNORM_OK, "local: %s", allnorm_last_error());
 }
 
+// ---- slices and streams
+
+// Returns a call that mixes four residual streams of bfloat16.
+AllnormCall stream_call(Rank& rank, int64_t num_tokens, int64_t hidden_size) {
+  AllnormCall call = rank.norm(nullptr, num_tokens, hidden_size);
+  call.op = ALLNORM_HYPER_CONNECTION;
+  call.eps = 0;
+  call.weight = call.out = nullptr;
+  call.num_streams = 4;
+  call.stream_stride = call.stream_out_stride = hidden_size;
+  call.residual_stride = call.residual_out_stride = 4 * hidden_size;
+  call.post = reinterpret_cast<const float*>(Rank::tensor(5));
+  call.mix = reinterpret_cast<const float*>(Rank::tensor(6));
+  call.post_stride = 4, call.mix_stride = 16;
+  return call;
+}
+
+// Returns a call that norms a tensor of bfloat16, of which the rank has a slice.
+AllnormCall slice_call(int64_t num_tokens, int64_t local_size) {
+  AllnormCall call = {};
+  call.struct_bytes = sizeof(call);
+  call.op = ALLNORM_RMS_NORM_SHARDED;
+  call.dtype = call.slices[0].weight_dtype = ALLNORM_BFLOAT16;
+  call.num_tokens = num_tokens;
+  call.num_slices = 1;
+  call.hidden_size = call.slices[0].local_size = local_size;
+  call.slices[0].x_stride = call.slices[0].out_stride = local_size;
+  call.slices[0].x = Rank::tensor(0);
+  call.slices[0].weight = Rank::tensor(1);
+  call.slices[0].out = Rank::tensor(2);
+  return call;
+}
+
+TEST(slices_and_streams) {
+  using Kind = KernelKind;
+  fake::reset();
+  Rank rank;
+  rank.open();
+  const auto check_launched = [&](int32_t status, Kind kind, const char* what) {
+    if (!check(status == ALLNORM_OK, "%s: %s", what, allnorm_last_error())) return;
+    const Kind launched = launches().back().kernel->key.kind;
+    check(launched == kind, "%s: kernel %d", what, static_cast<int>(launched));
+  };
+  AllnormCall call = stream_call(rank, 3, 4096);
+  check_launched(rank.run(call), Kind::kStreamsOneShot, "streams");
+  check_launched(allnorm_local(&call), Kind::kLocalStreams, "local streams");
+  call.algorithm = ALLNORM_TWO_SHOT;
+  check_launched(rank.run(call), Kind::kStreamsTwoShot, "streams, two_shot");
+  call = slice_call(3, 8192);
+  check_launched(rank.run(call), Kind::kSlices, "slices");
+  call.num_sources = 1;
+  check_launched(allnorm_local(&call), Kind::kLocalSlices, "local slices");
+  // Without clusters, the kernels of streams have one pack per thread.
+  call = stream_call(rank, 3, 7168);
+  check(rank.run(call) == (kHasClusters ? ALLNORM_OK : ALLNORM_UNSUPPORTED) &&
+            (kHasClusters || error_has("residual streams")),
+        "wide streams: %s", allnorm_last_error());
+  check((allnorm_rows_per_chunk(2, kBytes, &call) > 0) == kHasClusters,
+        "the caller does not learn that wide streams cannot run");
+  check_launched(allnorm_local(&call), Kind::kLocalStreams, "wide local streams");
+  check(rank.run(nullptr) == ALLNORM_OK, "a refusal of all ranks broke the communicator");
+}
+
 // ---- exchanges between islands
 
 // The launch before the exchange computes float32 sums of owned rows. The launch after it adds the
