@@ -185,11 +185,11 @@ GUIDES = {
     "vllm.md": (
         ("h200x2-vllm-8b-installed.jsonl", "f0f02a6", INSTALLED),
         ("h200x2-vllm-8b-installed-2.jsonl", "c5924b3", {"default": "as installed"}),
-        ("h100x2-vllm-8b.jsonl", "4b24109", ALONE),
+        ("h200x2-vllm-8b-installed-3.jsonl", "e51cae6", {"default": "as installed"}),
         ("h200x4-vllm-70b.jsonl", "790f543", ALONE),
     ),
     "sglang.md": (
-        ("h200x2-sglang-qwen3.jsonl", "f58fb25", INSTALLED),
+        ("h200x2-sglang-qwen3-3.jsonl", "e51cae6", INSTALLED),
         ("h100x2-sglang-8b.jsonl", "4b24109", ALONE),
     ),
 }
@@ -234,8 +234,9 @@ def test_times_of_vllm_in_the_readme() -> None:
     )
     saved: dict[str, list[float]] = {"default": [], "unfused": []}
     first = f"{gpus.lower()}x2-vllm-8b-installed"
-    for commit, file in zip(commits.split(", "), (first, f"{first}-2"), strict=True):
-        times = engine_times(f"{file}.jsonl", commit)
+    files = (f"{first}.jsonl", f"{first}-2.jsonl", f"{first}-3.jsonl")
+    for commit, file in zip(commits.split(", "), files, strict=True):
+        times = engine_times(file, commit)
         for arm in saved.keys() & times.keys():
             saved[arm] += [100 * (1 - times["allnorm"][b] / times[arm][b]) for b in (1, 8, 32, 64)]
     for arm, low, high in (("default", least, most), ("unfused", less, more)):
