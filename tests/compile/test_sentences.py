@@ -39,6 +39,13 @@ ELSEWHERE = {
     "reduce-scatters a tensor of": "test_scatter.py",
     "reduce-scatter in a graph that works in place": "test_scatter.py",
     "the number of ranks that it reduces over is unknown": "test_sharded.py",
+    "rounds a part of the new streams": "test_streams.py",
+    "adds residual streams that are not mixed": "test_streams.py",
+    "is not a sum of streams": "test_streams.py",
+    "has leading dimensions other than those of": "test_streams.py",
+    "the dtype of the old streams": "test_streams.py",
+    "residual streams: expected 2 to 8": "test_streams.py",
+    "an input of the streams' sum": "test_streams.py",
 }
 # Maps parts of sentences that no graph produces to the cause, or to where the text appears instead.
 GUARDS = {
@@ -52,6 +59,7 @@ GUARDS = {
     "tensor added after the reduction": "part of a fused site",
     "no second norm": "part of a fused site",
     "rows over ranks": "part of a fused site",
+    "the streams or their factors are not on": "PyTorch computes on one device",
     "<guards of a graph>": "a file name",
 }
 ERRORS = {"ValueError", "TypeError", "RuntimeError", "AllnormError", "CommunicatorClosedError"}

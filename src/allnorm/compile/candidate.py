@@ -39,6 +39,38 @@ class Missed(Exception):  # noqa: N818 - a result, with the reason as its text
     """The reduction cannot be fused this way; the exception's message is the reason."""
 
 
+@dataclass(frozen=True)
+class Coefficients:
+    """The node of a hyper-connection's factors; `transposed` if its last two axes are swapped."""
+
+    node: Node
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Streams:
+    """A hyper-connection: the reduced sum enters several residual streams.
+
+    Attributes:
+        count: number of streams.
+        residual: the streams, [..., count, hidden_size].
+        post: factors of the reduced sum, [..., count].
+        mix: factors of the streams, [..., count, count].
+        values: every expression that the fused call replaces, excluding its inputs.
+    """
+
+    count: int
+    residual: Node
+    post: Coefficients
+    mix: Coefficients
+    values: tuple[Value, ...]
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The nodes that the call reads in addition to `x`."""
+        return self.residual, self.post.node, self.mix.node
+
+
 @dataclass
 class Candidate:
     """One interpretation of the graph around a reduction.
@@ -55,6 +87,7 @@ class Candidate:
         is_local: whether a tensor (a bias, a shared expert, a delta) is added to the reduced tensor
             and the result is rounded before the residual is added. `reduced` is then this result,
             and the fused call does not reduce: it adds the residual and norms.
+        streams: the hyper-connection, which has no norm; or None.
     """
 
     reduction: Reduction
@@ -68,6 +101,7 @@ class Candidate:
     numerics: str
     quantization: Quantization | None = None
     is_local: bool = False
+    streams: Streams | None = None
 
     @property
     def normed(self) -> Value | None:
@@ -82,6 +116,8 @@ class Candidate:
     @property
     def boundary(self) -> str:
         """A list, as text, of what the call does in addition to a residual add and one norm."""
+        if self.streams is not None:
+            return f"{self.streams.count} residual streams"
         begins = ["tensor added after the reduction"] if self.is_local else []
         ends = [] if self.norm is not None else ["no second norm"]
         return ", ".join([*begins, *filter(None, [str(self.branch)]), *ends])
@@ -89,6 +125,8 @@ class Candidate:
     @functools.cached_property
     def values(self) -> list[Value]:
         """Every expression that the fused call replaces, excluding its inputs."""
+        if self.streams is not None:
+            return list(self.streams.values)
         found: dict[Value, None] = {}
         pending = [*self.served, *(norm.product for norm in self.norms)]
         while pending:
@@ -235,7 +273,9 @@ class Match:
         x: tuple[Node | None, ...] = (self.x,)
         if self.experts is not None:
             x = (self.experts.rows, self.experts.weights, self.experts.shared)
-        given = (*x, self.residual, *weights, self.static_scale)
+        streams = self.candidate.streams
+        factors = () if streams is None else streams.inputs
+        given = (*x, self.residual, *weights, self.static_scale, *factors)
         nodes = [node for node in given if isinstance(node, Node)]
         if self.view_x is not None:
             nodes += self.view_x.all_input_nodes[1:]

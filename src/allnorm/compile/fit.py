@@ -52,10 +52,16 @@ def fit(values: Values, candidate: Candidate, accepted: list[Fused]) -> Match:
     match = Match(candidate, run.shape, x, None, weight, post_weight)
     if adder is not None:
         _place_residual(values, match, run, adder)
-    _place_x(values, match, before, run)
-    _place_results(values, match, run)
+    place_x(values, match, before, run)
+    place_results(values, match, run)
     if candidate.quantization is not None:
         _place_quantization(values, match, candidate.quantization, run)
+    return complete(values, match, accepted)
+
+
+def complete(values: Values, match: Match, accepted: list[Fused]) -> Match:
+    """Finds the nodes that a match replaces. Raises Missed if replacing them is not safe."""
+    candidate = match.candidate
     if values.maker_of(candidate.served[-1].definers[0]) in values.context.differentiated:
         raise Missed(
             "its result needs a gradient, which the fused call does not compute: run under "
@@ -67,7 +73,7 @@ def fit(values: Values, candidate: Candidate, accepted: list[Fused]) -> Match:
         served = value in candidate.served
         members.update(values.computed_by(value) if served else value.definers)
     if candidate.is_local:
-        members.discard(x)
+        members.discard(match.x)
     match.members = sorted(members, key=values.position.__getitem__)
     for node in match.members:
         unread = [user for user in node.users if operation(user) == "getitem" and not user.users]
@@ -188,7 +194,7 @@ def _is_weight(tensor: Tensor, run: Tensor) -> bool:
     )
 
 
-def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
+def place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
     """Finds `x` in the shape that the residual is added in, or a view that returns this shape."""
     if same_shape(before.shape, run.shape):
         return
@@ -206,7 +212,8 @@ def _place_x(values: Values, match: Match, before: Tensor, run: Tensor) -> None:
                 raise Missed(f"the shape of {match.view_x} is computed from the reduced tensor")
 
 
-def _place_results(values: Values, match: Match, run: Tensor) -> None:
+def place_results(values: Values, match: Match, run: Tensor) -> None:
+    """Finds the views that convert the results, which have the shape of `run`, to the graph's."""
     candidate, quantization = match.candidate, match.candidate.quantization
     blocks = None  # rows that are quantized in blocks have their own shape
     if quantization is not None and quantization.scale_layout:

@@ -413,6 +413,7 @@ def _action(found: _Found, values: Values) -> str:
             match.boundary,
             candidate.residual and candidate.residual.dtype,
             candidate.reduction.scatters,
+            candidate.streams is not None,
         ),
         *([norm.eps for norm in candidate.norms], weights, candidate.branch.scale),
         *(candidate.quantization and str(candidate.quantization), match.scale_layout),

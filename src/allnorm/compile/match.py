@@ -25,6 +25,7 @@ from allnorm.compile.quantize import find_quantizations, is_quantized_otherwise
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import FLOATS, static_size
 from allnorm.compile.sharded import ShardedMatch, match_sharded, reduces_squares
+from allnorm.compile.streams import find_streams
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import not_plain, written
 
@@ -73,6 +74,10 @@ class Matcher:
             if not reduction.scatters:
                 match.note = match.note or place_experts(self._values, match)
             return match
+        if not reduction.scatters:
+            found = find_streams(self._values, reduction, reduced, dtype, self._accepted)
+            if found is not None:
+                return found
         if reduction.scatters and first is None:
             raise Missed("no residual add with an RMSNorm of its rows follows the reduce-scatter")
         raise first or Missed(self._explain(reduced))

@@ -12,11 +12,11 @@ from torch.fx.node import map_arg
 
 from allnorm import policy
 from allnorm.compile import guards, prefetch
-from allnorm.compile.candidate import Match, Weight
+from allnorm.compile.candidate import Coefficients, Match, Weight
 from allnorm.compile.expressions import Value
 from allnorm.compile.functional import is_last_copy
 from allnorm.compile.safety import answer, is_answered
-from allnorm.compile.shapes import FLOATS, has_contiguous_rows, is_contiguous
+from allnorm.compile.shapes import FLOATS, has_contiguous_rows, is_contiguous, static_size
 from allnorm.compile.sharded import ShardedMatch
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import is_pure, operation
@@ -55,10 +55,13 @@ class Rewriter:
         self._place = self._place_of_call(match)
         call = self._call(match, comm_name)
         comm = registry.find(comm_name, None)
-        if not candidate.is_local and comm is not None and policy.prefetch_tokens(comm.traits):
+        norms = not candidate.is_local and candidate.streams is None
+        if norms and comm is not None and policy.prefetch_tokens(comm.traits):
             self._prefetching.append(call)
         # The call's results, in order.
         served: list[Value | None] = [candidate.normed, candidate.summed]
+        if candidate.streams is not None:
+            served = [candidate.summed]
         if quantization is not None:
             served = [quantization.quantized, quantization.scale, *reversed(served)]
             self._quantizing.append(call)
@@ -66,7 +69,10 @@ class Rewriter:
         for index, value in enumerate(served):
             if value is None:
                 continue
-            result = self._add(operator.getitem, (call, index))
+            if candidate.streams is not None:
+                result = call
+            else:
+                result = self._add(operator.getitem, (call, index))
             if quantization is not None and value is quantization.scale:
                 result = self._scale_in_shape(match, value, result)
             viewed: dict[Node, Node] = {}
@@ -187,6 +193,8 @@ class Rewriter:
         if match.view_x is not None:
             x = self._repeat(match.view_x, x)
         x = self._with_leading_ones(x, match.lead_x)
+        if candidate.streams is not None:
+            return self._hyper_connection(match, x, comm_name)
         residual = None if match.residual is None else self._input(match.residual)
         if residual is not None:
             residual = self._with_leading_ones(residual, match.lead_residual)
@@ -211,6 +219,34 @@ class Rewriter:
         if "stack_trace" in last.meta:
             call.meta["stack_trace"] = last.meta["stack_trace"]
         return call
+
+    def _hyper_connection(self, match: Match, x: Node, comm_name: str) -> Node:
+        streams, leading = match.candidate.streams, len(match.shape) - 2
+        assert streams is not None
+        residual = self._without_ones(streams.residual, leading)
+        post, mix = (self._factors(given, leading) for given in (streams.post, streams.mix))
+        args = (x, self._input(residual), post, mix, comm_name)
+        return self._add(torch.ops.allnorm.all_reduce_hyper_connection.default, args)
+
+    def _factors(self, given: Coefficients, leading: int) -> Node:
+        """Returns a hyper-connection's factors in float32, contiguous, in the call's layout."""
+        node = self._without_ones(given.node, leading)
+        if given.transposed:
+            order = [*range(leading), leading + 1, leading]
+            node = self._add(torch.ops.aten.permute.default, (node, order))
+        tensor = self._shapes.of(node)
+        assert tensor is not None
+        if tensor.dtype != torch.float32:  # exact
+            node = self._add(torch.ops.prims.convert_element_type.default, (node, torch.float32))
+        return self._input(node, whole=True)
+
+    def _without_ones(self, node: Node, leading: int) -> Node:
+        """Returns a tensor without the sizes of 1 after its leading dimensions."""
+        node = self._current(node)
+        tensor = self._shapes.of(node)
+        assert tensor is not None
+        ones = [d for d in range(leading, tensor.dim()) if static_size(tensor.shape[d]) == 1]
+        return self._add(torch.ops.aten.squeeze.dims, (node, ones)) if ones else node
 
     def _reduce(self, match: Match, comm_name: str) -> None:
         """Replaces a local match's reduction with allnorm's own."""

@@ -80,8 +80,9 @@ def answer(values: Values, match: Match, question: Node, source: Node) -> Node |
     about = values.shapes.of(source)
     nodes = [match.candidate.reduction.x, match.x]
     scatters = match.candidate.reduction.scatters
-    if (match.experts is not None or scatters) and not match.late:
-        nodes.insert(0, match.residual)  # the call may replace `x`, or `x` has other rows
+    has_other_shape = scatters or match.candidate.streams is not None
+    if (match.experts is not None or has_other_shape) and not match.late:
+        nodes.insert(0, match.residual)  # the call may replace `x`, or `x` has another shape
     for node in nodes:
         tensor = None if node is None else values.shapes.of(node)
         if node is None or about is None or tensor is None:

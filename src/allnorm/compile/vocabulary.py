@@ -27,6 +27,9 @@ _NAMES = {
     "clamp": "clamp clip",
     "cast": "to _to_copy convert_element_type float half bfloat16 type type_as",
     "view": "view reshape flatten unflatten unsqueeze squeeze _unsafe_view view_as reshape_as",
+    "expand": "expand expand_as broadcast_to",
+    "permute": "permute transpose swapaxes swapdims",
+    "matmul": "matmul __matmul__ bmm",
     "same": "contiguous clone detach alias lift_fresh lift_fresh_copy",
     "tensor": "tensor scalar_tensor",
     "zeros": "zeros zeros_like new_zeros",
@@ -37,7 +40,9 @@ _NAMES = {
     "pieces": "split split_with_sizes chunk unbind tensor_split",
 }
 _OPERATION = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-_UNIQUE = "square mean sum amax max clamp_min clamp_max maximum minimum rsqrt sqrt reciprocal full"
+_UNIQUE = (
+    "square mean sum amax max clamp_min clamp_max maximum minimum rsqrt sqrt reciprocal full einsum"
+)
 _OPERATION |= {name: name for name in f"{_UNIQUE} select slice copy dropout stack".split()}
 
 # Operators outside the namespaces aten and prims.
