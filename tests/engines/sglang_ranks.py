@@ -253,6 +253,8 @@ def by_definition(model: Any) -> None:
 
     def norm(module: Any, x: Any, residual: Any = None, post: Any = None) -> Any:
         assert post is None
+        if residual is not None and module.fp32_residual:
+            residual = residual.float()
         normed, total = allnorm.add_rms_norm(
             *(x.contiguous(), residual, module.weight, norms.eps_of(module)),
             weight_bias=norms.arithmetic(module).weight_bias,

@@ -71,6 +71,35 @@ def run_fused_and_not(
     return len(before), len(after), sites, log.lines
 
 
+@engine.with_plugin
+def run_on_policy(plugin: Any, rank: int, world_size: int, native: bool) -> tuple[int, int]:
+    """Runs Qwen3 with residuals in float32; returns the reductions without fusion and the sites.
+
+    If `native`, SGLang's own functions compute the norms, with their order of additions.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    with get_exec().deterministic.override(rl_on_policy_target="fsdp"):
+        model = engine.tiny_model("qwen3")
+        if not native:
+            engine.by_definition(model)
+        norm = model.model.layers[1].input_layernorm
+        assert norm.fp32_residual
+        assert norm.override_orig_dtype == norm.weight.dtype == torch.float32
+        with engine.counted_all_reduces() as before:
+            want = engine.run(model)
+        engine.warm_up(model)
+        fused = plugin.current()
+        assert fused is not None
+        got = engine.run(model)
+    assert got.dtype == want.dtype
+    if native:
+        torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-7)
+    else:
+        assert_same_bits(got, want)
+    return len(before), len(fused.sites)
+
+
 def run_over_two_hosts(
     rank: int, world_size: int, family: str, num_tokens: int
 ) -> tuple[Any, int, int]:
@@ -364,6 +393,13 @@ def test_one_rank_changes_nothing() -> None:
     assert inactive
     assert [level for level, _ in lines] == ["INFO"]
     assert "one rank has nothing to reduce" in lines[0][1]
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["definition", "native"])
+def test_float32_residuals(ranks: RankPool, native: bool) -> None:
+    """Tests the on-policy mode: all sums are fused but that before the model's last norm."""
+    sums = 2 * engine.NUM_LAYERS
+    assert ranks.run(run_on_policy, native) == [(sums, sums - 1)] * 2
 
 
 @pytest.mark.parametrize("num_tokens", [1, 70])

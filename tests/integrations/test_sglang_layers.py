@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import allnorm
+from allnorm import reference
 from allnorm.integrations.sglang import dense, fusion, handoff, norms
+from allnorm.testing import assert_same_bits, shared_input, ulp_distance
 
 from .sglang_stand_in import GemmaNorm, PlainNorm, fake
 
@@ -105,6 +107,70 @@ def test_a_post_norm_that_is_not_fused(fake: Any, change: dict[str, bool], words
         _, got, _ = fused.norm(norm, x, residual, fusion.Before(post, 0.5))
     assert got.equal((x + 1) * 3 * 0.5)
     assert words in messages[0]
+
+
+def on_policy_norm() -> PlainNorm:
+    """Returns a norm with SGLang's settings for models whose residual stays in float32."""
+    weight = torch.nn.Parameter(1 + 0.25 * shared_input((64,), torch.float32, "weight"))
+    return PlainNorm(
+        weight=weight,
+        fp32_residual=True,
+        override_orig_dtype=torch.float32,
+        cast_x_before_out_mul=True,
+    )
+
+
+def test_which_float32_residuals_are_fused(fake: Any) -> None:
+    norm = on_policy_norm()
+    how = norms.arithmetic(norm, is_rounded=True)
+    assert (how.numerics, how.float32_residual, how.obstacle) == ("unrounded", True, "")
+    assert "a different dtype" in norms.arithmetic(norm).obstacle
+    for change in ("fp32_residual", "override_orig_dtype"):
+        other = on_policy_norm()
+        setattr(other, change, None)
+        assert "a different dtype" in norms.arithmetic(other, is_rounded=True).obstacle
+    half = on_policy_norm()
+    half.weight.data = half.weight.data.bfloat16()
+    assert "a different dtype" in norms.arithmetic(half, is_rounded=True).obstacle
+
+
+def test_the_formula_of_a_float32_residual(fake: Any) -> None:
+    """Tests that SGLang's formula, then rounded by its reader, is that of the fused call."""
+    norm = on_policy_norm()
+    x = shared_input((24, 64), torch.bfloat16, "x")
+    for dtype in (torch.float32, torch.bfloat16):
+        residual = shared_input((24, 64), dtype, "residual")
+        total = x.to(torch.float32) + residual.to(torch.float32)
+        rstd = torch.rsqrt(total.pow(2).mean(dim=-1, keepdim=True) + norm.variance_epsilon)
+        read = (norm.weight * (total * rstd).to(torch.float32)).detach().bfloat16()
+        normed, summed = reference.all_reduce_add_rms_norm(
+            *([x], residual.float(), norm.weight.detach(), norm.variance_epsilon),
+            numerics=norms.arithmetic(norm, is_rounded=True).numerics,
+        )
+        assert normed is not None
+        assert_same_bits(summed, total, "residual")
+        distance = ulp_distance(normed, read)
+        assert int(distance.max()) <= 1
+        assert float((distance > 0).float().mean()) < 0.01
+
+
+def test_a_float32_residual_is_passed_on(fake: Any) -> None:
+    calls: list[Any] = []
+    communicator: Any = SimpleNamespace(
+        traits=None, device=None, all_reduce_add_rms_norm=lambda *a, **k: calls.append((a, k))
+    )
+    norm: Any = on_policy_norm()
+    setattr(norm, norms.ATTRIBUTE, norms.arithmetic(norm, is_rounded=True))
+    fused = fusion.Fusion(communicator, lambda x: x + 1, calls.append)
+    x, residual = torch.ones(2, 64).bfloat16(), torch.zeros(2, 64).bfloat16()
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(fusion.policy, "prefetch_tokens", lambda _: 0)
+        fused.norm(norm, x, residual)
+        assert fused.quantized_norm(norm, x, residual, allnorm.Fp8PerGroup(), False) is None
+    ((given, named),) = calls
+    assert given[1].dtype == torch.float32
+    assert given[2] is norm.weight
+    assert named["numerics"] == "unrounded"
 
 
 def test_a_wired_norm_raises_without_a_fusion(fake: Any) -> None:
@@ -293,6 +359,17 @@ def test_layers_that_must_keep_their_sum(change: dict[str, bool]) -> None:
     assert len(found(stack)) == 5
     layers[1].mlp.down_proj = torch.nn.Linear(4, 4)
     assert len(found(stack)) == 4
+
+
+def test_norms_whose_readers_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack: Any = Stack()
+    assert list(dense.rounded_norms(stack)) == []
+    monkeypatch.setattr(dense, "_ROUND_FIRST", ("sglang.srt.models.llama.LlamaDecoderLayer",))
+    found = list(dense.rounded_norms(stack))
+    layer = stack.layers[0]
+    assert found[:2] == [layer.input_layernorm, layer.post_attention_layernorm]
+    assert len(found) == 6
+    assert stack.norm not in found
 
 
 def test_wiring() -> None:

@@ -144,6 +144,19 @@ def consumers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.n
                 yield layer.post_attention_layernorm, layer.mlp.gate_up_proj
 
 
+# If SGLang keeps residuals in float32 (its on-policy mode), so are the results of these layers' two
+# norms. Attention and MLP round them to bfloat16 before they use them.
+_ROUND_FIRST = (_MODELS + "qwen3.Qwen3DecoderLayer",)
+
+
+def rounded_norms(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yields the norms whose readers round a float32 result to 16 bits before they use it."""
+    for module in model.modules():
+        if _path(module) in _ROUND_FIRST:
+            layer: Any = module
+            yield from (layer.input_layernorm, layer.post_attention_layernorm)
+
+
 # Maps a linear layer of SGLang's decoder layers to the norm that it follows: the first that exists.
 # Gemma's `post_attention_layernorm` precedes `pre_feedforward_layernorm`; a call includes both.
 _NEXT_GEMMS = {

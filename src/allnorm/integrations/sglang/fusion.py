@@ -75,7 +75,7 @@ class Fusion:
         Returns:
             The input for the layer after the norm (a tensor or `(fp8, scale)`), and a new residual.
         """
-        how, obstacle = _arithmetic(module, x, residual)
+        how, residual, obstacle = _arithmetic(module, x, residual)
         post = None
         if before.norm is not None and not obstacle:
             post, obstacle = post_norm(before.norm, how.numerics, x.dtype)
@@ -110,7 +110,8 @@ class Fusion:
             `((fp8, scale), residual)`, or `((normed, fp8, scale), residual)` with `keep_bf16`;
             None if this norm cannot be fused; in that case nothing was communicated.
         """
-        how, obstacle = _arithmetic(module, x, residual)
+        how, _, obstacle = _arithmetic(module, x, residual)
+        obstacle = obstacle or ("a float32 residual" if how.float32_residual else "")
         return None if obstacle else self._quantized(module, x, residual, how, quant, keep_bf16)
 
     def _quantized(
@@ -164,11 +165,17 @@ class Fusion:
 
 def _arithmetic(
     module: Any, x: torch.Tensor, residual: torch.Tensor | None
-) -> tuple[NormArithmetic, str]:
-    """Returns the arithmetic of a norm, and why a call with these tensors cannot be fused."""
+) -> tuple[NormArithmetic, torch.Tensor | None, str]:
+    """Returns a norm's arithmetic, the residual in the dtype that it keeps, and any obstacle.
+
+    The obstacle says why a call with these tensors cannot be fused.
+    """
     how: NormArithmetic = getattr(module, ATTRIBUTE, None) or arithmetic(module)
+    if how.float32_residual and residual is not None:
+        residual = residual.float()
     like = x if residual is None else residual
-    return how, how.obstacle or tensor_obstacle(module.weight, x, like)
+    problem = tensor_obstacle(module.weight, x, like, float32_residual=how.float32_residual)
+    return how, residual, how.obstacle or problem
 
 
 _current: list[Fusion | None] = [None]

@@ -26,6 +26,7 @@ class NormArithmetic:
         numerics: the rounding mode.
         quant: the quantization that the layer after the norm reads; None if it reads 16 bits.
         next_gemm: the linear layer that runs first after the norm; None if it is unknown.
+        float32_residual: whether the residual is float32 while the sum has 16 bits.
         obstacle: why the fused call cannot compute this norm; empty if it can.
     """
 
@@ -33,6 +34,7 @@ class NormArithmetic:
     numerics: str = "unrounded"
     quant: allnorm.Fp8PerGroup | None = None
     next_gemm: torch.nn.Module | None = None
+    float32_residual: bool = False
     obstacle: str = ""
 
 
@@ -51,8 +53,11 @@ def eps_of(module: Any) -> float:
     return eps
 
 
-def arithmetic(module: Any) -> NormArithmetic:
-    """Returns the arithmetic of a norm module, which depends on its class and settings."""
+def arithmetic(module: Any, *, is_rounded: bool = False) -> NormArithmetic:
+    """Returns the arithmetic of a norm module, which depends on its class and settings.
+
+    `is_rounded` means that all readers of a float32 result first round it to 16 bits.
+    """
     plain, *gemma = classes()
     if isinstance(module, tuple(gemma)):
         # SGLang's fused calls add the 1 in the weight's dtype; its other calls add it in float32,
@@ -62,10 +67,14 @@ def arithmetic(module: Any) -> NormArithmetic:
         return NormArithmetic(obstacle=f"a norm of unknown class {type(module).__name__}")
     if module.variance_size_override is not None:
         return NormArithmetic(obstacle="the variance of a part of the row")
-    if module.fp32_residual or module.override_orig_dtype is not None:
-        return NormArithmetic(obstacle="a result in a different dtype than its input")
     if not module.has_weight:
         return NormArithmetic(obstacle="a norm without weight")
+    if module.fp32_residual or module.override_orig_dtype is not None:
+        is_float32 = module.override_orig_dtype == module.weight.dtype == torch.float32
+        if is_rounded and is_float32 and module.fp32_residual:
+            # The result is never rounded, so `cast_x_before_out_mul` has no effect.
+            return NormArithmetic(float32_residual=True)
+        return NormArithmetic(obstacle="a result in a different dtype than its input")
     if not module.cast_x_before_out_mul:
         return NormArithmetic()
     if module.weight.dtype == torch.float32:
@@ -105,10 +114,16 @@ def next_weight(how: NormArithmetic, device: torch.device) -> torch.Tensor | Non
     return weight if plain and weight.device == device else None
 
 
-def tensor_obstacle(weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> str:
+def tensor_obstacle(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    float32_residual: bool = False,
+) -> str:
     """Returns why the fused call cannot take these tensors, or "". Equal on all ranks."""
     dtype, shape = x.dtype, x.shape
-    if dtype not in _DTYPES or residual.dtype != dtype:
+    if dtype not in _DTYPES or residual.dtype != (torch.float32 if float32_residual else dtype):
         return f"a sum in {dtype} with a residual in {residual.dtype}"
     if weight.dtype not in (dtype, torch.float32):
         return f"a weight in {weight.dtype} with a sum in {dtype}"

@@ -111,10 +111,13 @@ class Found:
         self.sites += dense.sites(model, world_size, hidden_states_leave=engine.speculates())
         readers = {id(norm): linear for norm, linear in dense.consumers(model)}
         gemms = {id(norm): linear for norm, linear in dense.next_gemms(model)}
+        rounded = set(map(id, dense.rounded_norms(model)))
         for module in model.modules():
             if isinstance(module, classes()):
-                quant, gemm = quant_of(readers.get(id(module))), gemms.get(id(module))
-                how = replace(arithmetic(module), quant=quant, next_gemm=gemm)
+                how = arithmetic(module, is_rounded=id(module) in rounded)
+                # The readers of a float32 result take a tensor, which they round.
+                quant = None if how.float32_residual else quant_of(readers.get(id(module)))
+                how = replace(how, quant=quant, next_gemm=gemms.get(id(module)))
                 self.norms.append((module, how))
 
     def apply(self) -> None:
