@@ -161,6 +161,48 @@ def hints_for_weights(rank: int, world_size: int) -> dict[str, bool]:
 
 
 @engine.with_plugin
+def norm_q_and_k(plugin: Any, rank: int, world_size: int) -> tuple[int, int, int]:
+    """Norms q and k of MiniMax-M2; compares them with SGLang's own norms and the reference.
+
+    SGLang's function for both needs a GPU, so its norms of one tensor stand in for it.
+
+    Returns:
+        The fused sites, the greatest distance in ulps, and SGLang's reductions when fused.
+    """
+    from sglang.srt.models import minimax_m2
+
+    heads = {"q": 8, "k": 4}
+    own = [minimax_m2.MiniMaxM2RMSNormTP(64 * n, n, eps=1e-6) for n in heads.values()]
+    widths = [32 * n for n in heads.values()]
+
+    def of(peer: int) -> tuple[Any, list[torch.Tensor]]:
+        """Returns q, k and the weights of a rank."""
+        qkv = rank_input((5, 2 * sum(widths)), torch.bfloat16, peer)
+        drawn = [rank_input((n,), torch.bfloat16, peer, call=n) for n in widths]
+        return qkv.split([*widths, sum(widths)], -1)[:2], drawn
+
+    given, weights = of(rank)
+    layer = torch.nn.Module()
+    for norm, weight in zip(own, weights, strict=True):
+        norm.weight.data = weight
+    layer.q_norm, layer.k_norm = own
+    layer.qk_norm_impl = minimax_m2.MiniMaxM2QKRMSNorm(*own)
+    one = minimax_m2.MiniMaxM2RMSNormTP.forward
+    one = getattr(one, "_torchdynamo_orig_callable", one)
+    with torch.inference_mode():
+        expected = [one(norm, x) for norm, x in zip(own, given, strict=True)]
+        engine.warm_up(torch.nn.Sequential(layer))
+        with engine.counted_all_reduces() as after:
+            got = layer.qk_norm_impl.forward(*given)
+    ranks = [of(peer) for peer in range(world_size)]
+    exact = allnorm.reference.rms_norm_sharded([x for x, _ in ranks], [w for _, w in ranks], 1e-6)
+    for mine, wanted in zip(got, exact[rank], strict=True):
+        assert_same_bits(mine, wanted)
+    apart = max(int(ulp_distance(*pair).max()) for pair in zip(got, expected, strict=True))
+    return len(plugin.current().sites), apart, len(after)
+
+
+@engine.with_plugin
 def one_norm(plugin: Any, rank: int, world_size: int, gemma: bool) -> tuple[float, int]:
     """Compares a site with SGLang's own all-reduce and native norm."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -472,6 +514,12 @@ def test_one_site_and_the_native_norm(ranks: RankPool, gemma: bool) -> None:
     if not gemma:
         assert furthest <= 1
         assert share < 0.02
+
+
+def test_norms_of_q_and_k_over_the_ranks(ranks: RankPool) -> None:
+    for sites, apart, reductions in ranks.run(norm_q_and_k):
+        assert (sites, reductions) == (1, 0)
+        assert apart <= 1, "ulps between SGLang's own results and the fused ones"
 
 
 @pytest.mark.parametrize(

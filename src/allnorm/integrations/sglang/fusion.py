@@ -84,7 +84,7 @@ class Fusion:
         quant = how.quant if before is _NOTHING and x.dtype == torch.bfloat16 else None
         if quant is not None and residual is not None:
             return self._quantized(module, x, residual, how, quant, keep_bf16=False)
-        self._count(module)
+        self.count(module)
         return self.communicator.all_reduce_add_rms_norm(
             *(x, residual, module.weight, eps_of(module)),
             weight_bias=how.weight_bias,
@@ -123,7 +123,7 @@ class Fusion:
         quant: allnorm.Fp8PerGroup,
         keep_bf16: bool,
     ) -> _Pair:
-        self._count(module)
+        self.count(module)
         fp8, scale, residual_out, normed = self.communicator.all_reduce_add_rms_norm_quant(
             *(x, residual, module.weight, eps_of(module), quant, keep_bf16),
             weight_bias=how.weight_bias,
@@ -136,7 +136,8 @@ class Fusion:
         wanted = policy.prefetch_tokens(self.communicator.traits)
         return next_weight(how, self.communicator.device) if wanted else None
 
-    def _count(self, module: Any) -> None:
+    def count(self, module: Any) -> None:
+        """Counts a site, unless a compiler traces its call."""
         if not torch.compiler.is_compiling():
             self.sites.add(id(module))
 

@@ -11,7 +11,7 @@ import torch
 import allnorm
 from allnorm.integrations.engines import wants_gradient
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # The attribute in which a norm module keeps its `NormArithmetic`.
 ATTRIBUTE = "_allnorm"
@@ -123,7 +123,7 @@ def tensor_obstacle(
 ) -> str:
     """Returns why the fused call cannot take these tensors, or "". Equal on all ranks."""
     dtype, shape = x.dtype, x.shape
-    if dtype not in _DTYPES or residual.dtype != (torch.float32 if float32_residual else dtype):
+    if dtype not in DTYPES or residual.dtype != (torch.float32 if float32_residual else dtype):
         return f"a sum in {dtype} with a residual in {residual.dtype}"
     if weight.dtype not in (dtype, torch.float32):
         return f"a weight in {weight.dtype} with a sum in {dtype}"

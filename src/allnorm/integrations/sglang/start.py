@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from allnorm.integrations import engines
-from allnorm.integrations.sglang import announcer, dense, engine, seams
+from allnorm.integrations.sglang import announcer, dense, engine, qk_norm, seams
 from allnorm.integrations.sglang.fusion import Fusion, activate, current
 from allnorm.integrations.sglang.handoff import quant_of
 from allnorm.integrations.sglang.norms import ATTRIBUTE, NormArithmetic, arithmetic, classes
@@ -88,12 +88,14 @@ class Found:
         off: whether the user switched the fusion off.
         sites: the layers that will return partial sums, with the norms that will complete them.
         norms: every norm and its arithmetic.
+        qk_norms: the objects that norm q and k over the ranks.
     """
 
     facts: engine.Engine = field(default_factory=engine.Engine)
     off: bool = False
     sites: list[dense.Site] = field(default_factory=list)
     norms: list[tuple[torch.nn.Module, NormArithmetic]] = field(default_factory=list)
+    qk_norms: list[Any] = field(default_factory=list)
 
     def read(self, runner: Any, world_size: int) -> str:
         """Reads everything and changes nothing. Returns why nothing can be fused, or ""."""
@@ -109,6 +111,7 @@ class Found:
 
     def _read_model(self, model: torch.nn.Module, world_size: int) -> None:
         self.sites += dense.sites(model, world_size, hidden_states_leave=engine.speculates())
+        self.qk_norms += qk_norm.sites(model, world_size)
         readers = {id(norm): linear for norm, linear in dense.consumers(model)}
         gemms = {id(norm): linear for norm, linear in dense.next_gemms(model)}
         rounded = set(map(id, dense.rounded_norms(model)))
@@ -125,6 +128,7 @@ class Found:
         for module, how in self.norms:
             setattr(module, ATTRIBUTE, how)
         dense.wire(self.sites)
+        qk_norm.wire(self.qk_norms)
 
 
 def _count_first_pass(model: Any, fusion: Fusion) -> None:
