@@ -13,7 +13,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 from allnorm import reference
 from allnorm.compile import fuse, inductor_pass
-from allnorm.testing import assert_same_bits, rank_input, ulp_distance
+from allnorm.testing import assert_same_bits, rank_input, shared_input, ulp_distance
 
 from .helpers import EPS, check_missed, nodes_calling, reduce
 
@@ -378,3 +378,50 @@ def test_inductor(rank: int, world_size: int) -> None:
                 assert_nearly(mine, theirs, f"{tokens} tokens")
     (report,) = made.reports
     assert [site.boundary for site in report.fused] == ["rows over ranks of 2 tensors"]
+
+
+class Attention(torch.nn.Module):
+    """An attention layer like MiniMax-M2's, of which each rank has two heads.
+
+    Every rank has its columns of q, k and v, and norms them over all ranks. transformers gathers
+    these columns instead; vLLM and SGLang do not.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.heads, self.size = ranks, 2, 16
+        width, hidden = 2 * 16, 64
+
+        def matrix(rows: int, columns: int, call: int) -> torch.nn.Parameter:
+            values = rank_input((rows, columns), bf16, rank, call=call) / 8
+            return torch.nn.Parameter(values, requires_grad=False)
+
+        self.qkv, self.out = matrix(hidden, 3 * width, 1), matrix(width, hidden, 2)
+        self.q_weight, self.k_weight, self.weight = (
+            torch.nn.Parameter(rank_input((n,), bf16, n == width and rank, call=i), False)
+            for i, n in enumerate((width, width, hidden))
+        )
+
+    def forward(self, x: Any, residual: Any) -> Any:
+        q, k, v = (x @ self.qkv).chunk(3, dim=-1)
+        both = reduce(torch.cat([square(q), square(k)], dim=-1)) / self.ranks
+        of_q, of_k = both.chunk(2, dim=-1)
+        q, k = normed(q, of_q, self.q_weight), normed(k, of_k, self.k_weight)
+        rows = [each.unflatten(-1, (self.heads, self.size)).transpose(0, 1) for each in (q, k, v)]
+        mixed = torch.nn.functional.scaled_dot_product_attention(*rows)
+        total = residual + reduce(mixed.transpose(0, 1).flatten(1) @ self.out)
+        return torch.nn.functional.rms_norm(total, (64,), self.weight, EPS), total
+
+
+@on(cpu=(2,))
+def test_an_attention_layer(rank: int, world_size: int) -> None:
+    """The layer's norms of q and k become one call, its sum, residual and norm another."""
+    module = symbolic_trace(Attention(rank, world_size))
+    given = [shared_input((TOKENS, 64), bf16, name) for name in ("x", "residual")]
+    expected = module(*given)
+    report = fuse(module, given, comm())
+    assert [site.boundary for site in report.fused] == ["rows over ranks of 2 tensors", ""]
+    assert not nodes_calling(module, "_c10d_functional"), module.graph
+    for mine, theirs in zip(module(*given), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+        assert float((mine != theirs).float().mean()) < 0.05

@@ -141,6 +141,15 @@ def test_a_block_is_fused_over_two_hosts(model: str) -> None:
         assert max(found["different"]) < 0.005
 
 
+def test_norms_of_q_and_k_over_the_ranks(model: str) -> None:
+    first, second = run("norm_q_and_k", 2, model)
+    for found in (first, second):
+        assert found["sites"] == [("rounded", "rows over ranks of 2 tensors", None)]
+        assert found["furthest"] <= 1, "ulps between vLLM's own results and the fused ones"
+        assert found["same"] == [True, True], "the bits of the reference"
+    assert "1 of 1 reductions fused over 2 ranks" in first["said"][-1][1]
+
+
 def test_norms_of_the_c_extension_are_rounded(model: str) -> None:
     first, _ = run("fuse_a_block", 2, model, "vllm_c")
     assert set(first["numerics"]) == {"rounded"}

@@ -299,6 +299,45 @@ def fuse_a_block(rank: int, world_size: int, model: str, provider: str) -> dict[
         }
 
 
+def norm_q_and_k(rank: int, world_size: int, model: str) -> dict[str, Any]:
+    """Compiles MiniMax-M2's norms of q and k; compares them with vLLM's own and the reference."""
+    from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP, rms_norm_tp
+
+    rms_norm_tp._MINIMAX_FUSED_AR_RMS_QK = None  # the C extension is a fake
+    said, config = start(model)
+    sizes = (HIDDEN, 64, 64)
+    with worker(config):
+        torch.set_default_dtype(bf16)
+        norms = [MiniMaxText01RMSNormTP(size * world_size, 1e-5) for size in sizes[:2]]
+        torch.set_default_dtype(torch.float32)
+        matrix = shared_input((HIDDEN, sum(sizes)), bf16, "matrix") / 16
+
+        def weights(peer: int) -> list[torch.Tensor]:
+            return [1 + rank_input((n,), bf16, peer + 10 * i) / 8 for i, n in enumerate(sizes[:2])]
+
+        for norm, weight in zip(norms, weights(rank), strict=True):
+            norm.to("cpu").weight.data = weight
+
+        def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return MiniMaxText01RMSNormTP.forward_qkv(*norms, x @ matrix, *sizes[:2])
+
+        expected, actual, _ = run_unfused_and_fused(config, block, rank)
+        (report,) = engine.STATE.reports
+        slices = [
+            (rank_input((5, HIDDEN), bf16, peer) @ matrix).split(sizes, -1)[:2]
+            for peer in range(world_size)
+        ]
+        wanted = reference.rms_norm_sharded(slices, [weights(r) for r in range(world_size)], 1e-5)
+        results = zip(actual, expected, strict=True)
+        pairs = [pair for both in results for pair in zip(*both, strict=True)]
+        return {
+            "sites": [(site.numerics, site.boundary, site.reason) for site in report.sites],
+            "furthest": max(int(ulp_distance(*pair).max()) for pair in pairs),
+            "same": [torch.equal(*pair) for pair in zip(actual[0], wanted[rank], strict=False)],
+            "said": said.lines,
+        }
+
+
 def fuse_a_block_over_two_hosts(rank: int, world_size: int, model: str) -> dict[str, Any]:
     """Runs `fuse_a_block` as if each rank were on its own host; returns the islands."""
     with on_its_own_host(rank) as islands:

@@ -11,9 +11,10 @@ import torch
 from rank_helpers import on, same_on_every_rank
 
 import allnorm.compile
+from allnorm import reference
 from allnorm.errors import AllnormError
 from allnorm.integrations.vllm import engine
-from allnorm.testing import gather
+from allnorm.testing import assert_same_bits, gather, ulp_distance
 
 from . import vllm_stand_in as stand_in
 
@@ -212,3 +213,46 @@ def test_a_failed_start_does_not_change_the_engine(
         engine.STATE.broken = ""
         engine._stop()
         stand_in.remove()
+
+
+@on(cpu=(2,))
+def test_norms_of_q_and_k(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    """vLLM's operator for MiniMax-M2 becomes one call, with the bits of the reference."""
+    with Rank(tmp_path):
+        from allnorm.integrations.vllm.graph_pass import AllnormFusionPass
+
+        unfused, module = (stand_in.qk_graph(rank, world_size) for _ in range(2))
+        AllnormFusionPass(None)(module.graph)
+        module.recompile()
+        module.graph.lint()
+        ((site,),) = (report.sites for report in engine.STATE.reports)
+        assert (site.numerics, site.boundary) == ("rounded", "rows over ranks of 2 tensors")
+        assert "vllm" not in module.code
+        given = stand_in.qk_inputs(rank)
+        got, expected = module(*given), unfused(*given)
+        for mine, theirs in zip(got, expected, strict=True):
+            assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride())
+            assert int(ulp_distance(mine, theirs).max()) <= 1
+        sizes = (stand_in.HIDDEN, stand_in.HIDDEN // 2, stand_in.HIDDEN // 2)
+        ranks = [stand_in.qk_inputs(other) for other in range(world_size)]
+        wanted = reference.rms_norm_sharded(
+            [qkv.split(sizes, -1)[:2] for qkv, *_ in ranks],
+            [given[1:] for given in ranks],
+            1e-6,
+        )
+        assert_same_bits(got[0], wanted[rank][0], "q")
+        assert_same_bits(got[1], wanted[rank][1] + 1, "k")
+
+
+@on(cpu=(2,))
+def test_norms_of_q_and_k_that_stay(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
+    with Rank(tmp_path) as worker:
+        from allnorm.integrations.vllm.graph_pass import AllnormFusionPass
+
+        module = stand_in.qk_graph(rank, world_size + 1)
+        AllnormFusionPass(None)(module.graph)
+        ((site,),) = (report.missed for report in engine.STATE.reports)
+        assert site.reason == "it norms rows over 3 ranks, not 2"
+        assert "minimax_qk_norm_fusion" in str(module.graph)
+        engine.ready()
+    assert rank or "missed: it norms rows over 3 ranks, not 2" in worker.said.lines[-1][1]

@@ -88,6 +88,13 @@ def put_in_place(cache: str) -> None:
         library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
         library.impl("all_reduce", _all_reduce, "CPU")
         torch.library.register_fake("vllm::all_reduce", lambda x, group_name: torch.empty_like(x))
+        library.define(
+            "minimax_qk_norm_fusion(Tensor qkv, Tensor q_weight, Tensor k_weight, SymInt q_size, "
+            "SymInt kv_size, SymInt tp_rank, SymInt tp_world, float eps, Tensor? workspace) "
+            "-> (Tensor, Tensor)"
+        )
+        library.impl("minimax_qk_norm_fusion", _qk_norm, "CPU")
+        torch.library.register_fake("vllm::minimax_qk_norm_fusion", _qk_shapes)
         _library.append(library)
 
 
@@ -95,6 +102,45 @@ def _all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
     total = x.float()
     dist.all_reduce(total)
     return total.to(x.dtype)
+
+
+def _qk_norm(
+    qkv: torch.Tensor, q_weight: Any, k_weight: Any, q_size: int, kv_size: int, *more: Any
+) -> Any:
+    """Norms q and k as vLLM does: in float32, with one rounding."""
+    _, world_size, eps, _ = more
+    results = []
+    slices = qkv.split([q_size, kv_size, kv_size], -1)
+    for x, weight in zip(slices, (q_weight, k_weight), strict=False):
+        mean = x.float().pow(2).mean(-1, keepdim=True)
+        dist.all_reduce(mean)
+        normed = x.float() * torch.rsqrt(mean / world_size + eps) * weight
+        results.append(normed.to(x.dtype))
+    return tuple(results)
+
+
+def _qk_shapes(qkv: torch.Tensor, q_weight: Any, k_weight: Any, *sizes: Any) -> Any:
+    return tuple(qkv.new_empty((qkv.shape[0], size)) for size in sizes[:2])
+
+
+def qk_inputs(rank: int) -> list[torch.Tensor]:
+    """Returns q, k and v as one matrix, and the weights of the norms of q and k."""
+    return [
+        rank_input((5, 2 * HIDDEN), torch.bfloat16, rank),
+        rank_input((HIDDEN,), torch.bfloat16, rank + 10),
+        rank_input((HIDDEN // 2,), torch.bfloat16, rank + 20),
+    ]
+
+
+def qk_graph(rank: int, world_size: int) -> torch.fx.GraphModule:
+    """Returns a graph with the operator by which vLLM norms q and k of MiniMax-M2."""
+
+    def block(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor) -> Any:
+        sizes = (HIDDEN, HIDDEN // 2, rank, world_size)
+        q, k = torch.ops.vllm.minimax_qk_norm_fusion(qkv, q_weight, k_weight, *sizes, 1e-6, None)
+        return q, k + 1
+
+    return make_fx(block, tracing_mode="fake")(*qk_inputs(rank))
 
 
 def remove() -> None:

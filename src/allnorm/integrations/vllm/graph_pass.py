@@ -16,7 +16,7 @@ from allnorm.compile.agreement import decides_elsewhere
 from allnorm.core.verdicts import Answer
 from allnorm.errors import UnsupportedError
 from allnorm.integrations.engines import in_words
-from allnorm.integrations.vllm import engine, norms, quants
+from allnorm.integrations.vllm import engine, norms, qk_norm, quants
 
 _OPERATOR = "vllm::all_reduce"
 
@@ -51,7 +51,8 @@ class AllnormFusionPass(VllmInductorPass):
             saved = _append(fx.Graph(), graph)
             report = _fuse(graph, communicator)
             # The parts of the fused calls that must be equal on all ranks.
-            made = "; ".join(f"{site.numerics} {site.quant}" for site in report.sites)
+            parts = (f"{site.numerics} {site.quant} {site.boundary}" for site in report.sites)
+            made = "; ".join(parts)
             answer = Answer(result=made)
         except Exception as error:  # noqa: BLE001 - sent to all ranks, so none fuses
             answer = Answer(obstacle=in_words(error))
@@ -79,16 +80,18 @@ def _fuse(graph: fx.Graph, communicator: allnorm.Communicator) -> FusionReport:
     module = graph.owning_module
     if module is None:
         raise UnsupportedError("the graph does not belong to a module")
+    group = get_tp_group().unique_name
     with decides_elsewhere():
-        return allnorm.compile.fuse(
+        report = allnorm.compile.fuse(
             module,
             None,
             communicator,
             all_reduce_ops=[_OPERATOR],
-            all_reduce_groups=[get_tp_group().unique_name],
+            all_reduce_groups=[group],
             decompositions=norms.decompositions() | quants.decompositions(),
             approximate_quant=True,
         )
+    return FusionReport([*qk_norm.replace(graph, communicator, group), *report.sites])
 
 
 def _reductions(graph: fx.Graph) -> str:
@@ -105,7 +108,9 @@ def _reductions(graph: fx.Graph) -> str:
 
     name = _OPERATOR.replace("::", ".") + "."
     found = [node for node in graph.nodes if f"{node.target}.".startswith(name)]
-    return "; ".join(described(node.meta.get("val")) for node in found)
+    results = [node.meta.get("val") for node in found]
+    results += [each for node in qk_norm.find(graph) for each in node.meta["val"]]
+    return "; ".join(map(described, results))
 
 
 def _append(graph: fx.Graph, other: fx.Graph) -> fx.Graph:
