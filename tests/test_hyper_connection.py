@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import DTYPES, comm, device, message_of, on, run_and_check, used_communicator
+from rank_helpers import (
+    DTYPES,
+    Case,
+    Experts,
+    comm,
+    device,
+    message_of,
+    on,
+    run_and_check,
+    used_communicator,
+)
 
 import allnorm
 from allnorm import reference
@@ -31,6 +41,7 @@ class Inputs:
         dtype: torch.dtype,
         wide: bool = False,
         hurtful: bool = False,
+        experts: tuple[Experts | None, ...] = (),  # of each rank, in turn; None: a tensor
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         *leading, width = shape
@@ -42,7 +53,10 @@ class Inputs:
                     row[:: max(1, row.numel() // 3)] = value
             return found
 
-        self.xs = [random(*shape).to(dtype).to(device()) for _ in range(world_size)]
+        self.xs: list[Any] = [random(*shape).to(dtype).to(device()) for _ in range(world_size)]
+        for rank, chosen in enumerate((experts * world_size)[:world_size]):
+            if chosen is not None:
+                self.xs[rank] = chosen(Case(shape, dtype, call=seed), rank)
         kind = torch.float32 if wide else dtype
         self.residual = random(*leading, streams, width).to(kind).to(device())
         self.connection = allnorm.HyperConnection(
@@ -97,6 +111,39 @@ def test_every_algorithm_gives_the_same_bits(rank: int, world_size: int) -> None
             assert_same_bits(alone, wanted[row], f"row {row}")
 
 
+@on(cpu=(1, 3), gpu=(1, 2, 4, 8))
+def test_experts(rank: int, world_size: int) -> None:
+    """Ranks may have different numbers of choices, and some of them a dense sum."""
+    c = comm()
+    kinds = (Experts(2, False, True), Experts(16, indexed=False), None, Experts(5, True, True))
+    cases = itertools.product((0, 1, 5), ("auto", "unfused", "one_shot", "two_shot"))
+    for seed, (tokens, algorithm) in enumerate(cases):
+        inputs = Inputs(
+            *(seed, world_size, (tokens, WIDTHS[seed // 2 % 4]), STREAMS[seed % 4]),
+            *(DTYPES[seed % 3], seed % 2 == 0),
+            experts=kinds[seed % 4 :] + kinds[: seed % 4],
+        )
+        wanted = inputs.check(c, algorithm=algorithm)
+        memory = inputs.residual.clone()
+        for _ in range(4):  # the last ones are repeated without Python
+            memory.copy_(inputs.residual)
+            given = c.all_reduce_hyper_connection(
+                *(inputs.xs[rank], memory, inputs.connection),
+                algorithm=algorithm,
+                residual_out=memory,
+            )
+        assert given is memory
+        assert_same_bits(memory, wanted, f"{tokens} tokens, in place")
+    # Columns of a wider matrix, of any alignment.
+    inputs = Inputs(3, world_size, (6, 264), 4, torch.bfloat16, experts=(Experts(3, shared=True),))
+    x = inputs.xs[rank]
+    rows = torch.cat((x.rows, x.rows), -1)[:, : x.rows.shape[-1]]
+    shared = torch.cat((x.shared[:, :1], x.shared), -1)[:, 1:]
+    index, weights = (torch.stack((t, t), 1)[:, 0] for t in (x.index, x.weights))
+    inputs.xs[rank] = allnorm.ExpertSum(rows, weights, index, shared)
+    inputs.check(c, "strided experts")
+
+
 @on(cpu=(4,), gpu=(4,))
 def test_islands(rank: int, world_size: int) -> None:
     for islands in ([[0, 1], [2, 3]], [[0, 2], [1], [3]], [[0], [1], [2], [3]]):
@@ -105,8 +152,11 @@ def test_islands(rank: int, world_size: int) -> None:
             chosen = c.plan(5, 128, streams=4).algorithm
             assert chosen == ("hierarchical" if equal else "unfused")
             for algorithm in ("auto", "unfused"):
-                inputs = Inputs(1, world_size, (5, 128), 4, torch.bfloat16, wide=True)
-                inputs.check(c, str(islands), algorithm=algorithm)
+                for experts in ((), (Experts(3), None)):
+                    inputs = Inputs(
+                        *(1, world_size, (5, 128), 4, torch.bfloat16), wide=True, experts=experts
+                    )
+                    inputs.check(c, str(islands), algorithm=algorithm)
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -182,12 +232,19 @@ def test_refusals(rank: int, world_size: int) -> None:
     make = allnorm.HyperConnection
     wide = torch.ones(1, 1 << 20, dtype=torch.bfloat16, device=device())
     transposed = residual.mT.contiguous().mT
-    experts: Any = allnorm.ExpertSum(torch.ones(3, 2, 64))
+    rows = torch.ones(3, 2, 64, dtype=torch.bfloat16, device=device())
+    index = torch.zeros(3, 2, dtype=torch.int32, device=device())
+    of: Any = allnorm.ExpertSum
     for error, text, arguments in (
         (TypeError, "connection=None", (x, residual, None)),
         (TypeError, "connection=(", (x, residual, (post, mix))),
         (TypeError, "x is a int", (3, residual, good)),
-        (TypeError, "x is a ExpertSum", (experts, residual, good)),
+        (TypeError, "rows is a int", (of(3), residual, good)),
+        (TypeError, "index has dtype", (of(rows[0], index=index.long()), residual, good)),
+        (ValueError, "rows has shape", (of(rows[0]), residual, good)),
+        (ValueError, "top_k is 17", (of(rows[:, :1].repeat(1, 17, 1)), residual, good)),
+        (ValueError, "shared has shape", (of(rows, shared=x[:2]), residual, good)),
+        (ValueError, "residual has shape", (of(rows), residual[:2], good)),
         (TypeError, "residual is a NoneType", (x, None, good)),
         (TypeError, "post is a float", (x, residual, make(1.0, mix))),  # type: ignore[arg-type]
         (TypeError, "mix is a NoneType", (x, residual, make(post, None))),  # type: ignore[arg-type]
@@ -232,6 +289,7 @@ def test_plan(rank: int, world_size: int) -> None:
     assert (plan.algorithm, plan.num_chunks) == ("one_shot", 1)
     assert c.plan(3, 64, streams=4, algorithm="two_shot").algorithm == "two_shot"
     c.plan(3, 64, streams=8, residual_dtype=torch.float32)
+    assert c.plan(3, 64, streams=4, experts=True) == plan
     for text, given in (
         ("streams=9", {"streams": 9}),
         ("streams=1", {"streams": 1}),
@@ -285,6 +343,16 @@ def test_different_calls_fail_on_every_rank(rank: int, world_size: int, algorith
             assert text in str(caught.value), (field, str(caught.value))
 
 
+@on(cpu=(2,), gpu=(2,))
+def test_one_rank_may_sum_experts(rank: int, world_size: int) -> None:
+    """Ranks do not compare how each of them computes its partial sums."""
+    for algorithm in ("one_shot", "two_shot", "unfused"):
+        with allnorm.Communicator(device=device(), timeout=60) as c:
+            inputs = Inputs(7, world_size, (3, 64), 4, torch.float16, experts=(None, Experts(4)))
+            inputs.check(c, algorithm=algorithm)
+            assert c.check() is None
+
+
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 @on(cpu=(2,), gpu=(2,))
 def test_timeout(rank: int, world_size: int, algorithm: str) -> None:
@@ -319,6 +387,12 @@ def test_functions_and_operators(rank: int, world_size: int) -> None:
         operator = torch.ops.allnorm.all_reduce_hyper_connection
         assert_same_bits(operator(*arguments), wanted, "operator")
         torch.library.opcheck(operator.default, arguments)
+    inputs = Inputs(4, world_size, (6, 64), 4, torch.bfloat16, experts=(Experts(2, shared=True),))
+    x, wanted = inputs.xs[rank], inputs.check(c)
+    parts = {"expert_index": x.index, "expert_weights": x.weights, "shared": x.shared}
+    given = (x.rows, inputs.residual, *inputs.connection, c.name)
+    assert_same_bits(operator(*given, experts=True, **parts), wanted, "operator with experts")
+    torch.library.opcheck(operator.default, given, {"experts": True, **parts})
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -332,12 +406,23 @@ def test_torch_compile(rank: int, world_size: int) -> None:
         again = allnorm.all_reduce_hyper_connection(x, residual, connection, residual_out=out)
         return residual + 1, again
 
+    def of_experts(rows: Any, weights: Any, residual: Any, post: Any, mix: Any) -> Any:
+        experts = allnorm.ExpertSum(rows, weights)
+        connection = allnorm.HyperConnection(post, mix)
+        return c.all_reduce_hyper_connection(experts, residual, connection) * 2
+
     fast = torch.compile(program, fullgraph=True, dynamic=True, backend="aot_eager")
+    fast_experts = torch.compile(of_experts, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (4, 6):
         inputs = Inputs(tokens, world_size, (tokens, 128), 4, torch.bfloat16)
         given = inputs.xs[rank], inputs.residual, inputs.connection.post, inputs.connection.mix
         for one, other in zip(fast(*given), program(*given), strict=True):
             assert_same_bits(one, other, f"{tokens} tokens")
+        experts = (Experts(2, indexed=False),)
+        inputs = Inputs(tokens, world_size, (tokens, 128), 4, torch.bfloat16, experts=experts)
+        x = inputs.xs[rank]
+        given = x.rows, x.weights, inputs.residual, *inputs.connection
+        assert_same_bits(fast_experts(*given), of_experts(*given), f"experts, {tokens} tokens")
 
 
 def replay(c: allnorm.Communicator, algorithm: str) -> None:

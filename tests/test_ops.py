@@ -48,7 +48,8 @@ SCHEMAS = {
     ),
     "all_reduce_hyper_connection": (
         "allnorm::all_reduce_hyper_connection(Tensor x, Tensor residual, Tensor post, Tensor mix, "
-        'str comm_name, str algorithm="auto") -> Tensor'
+        'str comm_name, str algorithm="auto", bool experts=False, Tensor? expert_index=None, '
+        "Tensor? expert_weights=None, Tensor? shared=None) -> Tensor"
     ),
     "rms_norm_sharded": (
         "allnorm::rms_norm_sharded(Tensor[] tensors, Tensor[] weights, float eps, "

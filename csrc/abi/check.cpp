@@ -142,12 +142,10 @@ int32_t check_streams(const AllnormCall& call) {
     return invalid("num_streams", call.num_streams, "2 to 8");
   }
   constexpr int32_t kAllowed = ALLNORM_NO_PDL | ALLNORM_FLOAT32_RESIDUAL;
-  if ((call.flags & ~kAllowed) != 0) {
-    return invalid("flags", call.flags,
-                   "a sum of ALLNORM_NO_PDL (1) and ALLNORM_FLOAT32_RESIDUAL (128) with "
-                   "HYPER_CONNECTION");
-  }
-  return call.top_k == 0 ? ALLNORM_OK : invalid("top_k", call.top_k, "0 with HYPER_CONNECTION");
+  if ((call.flags & ~kAllowed) == 0) return ALLNORM_OK;
+  return invalid("flags", call.flags,
+                 "a sum of ALLNORM_NO_PDL (1) and ALLNORM_FLOAT32_RESIDUAL (128) with "
+                 "HYPER_CONNECTION");
 }
 
 // Checks the size of whole rows, which consist of the slices of `ranks` ranks.

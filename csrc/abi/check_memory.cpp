@@ -218,6 +218,16 @@ int32_t check_scale_strides(const AllnormCall& call, int64_t num_rows) {
               static_cast<long long>(rows), static_cast<long long>(words));
 }
 
+// Adds the tensors of step 0 other than x.
+void add_choices(const AllnormCall& call, Tensors& all) {
+  if (!sums_experts(call)) return;
+  const int64_t last = call.num_tokens - 1;
+  all.add("expert_index", call.expert_index, 4, {call.top_k, last, call.expert_index_stride});
+  all.add("expert_weights", call.expert_weights, 4, {call.top_k, last, call.expert_weights_stride});
+  all.add("shared", call.shared, element_bytes(call.dtype),
+          {call.hidden_size, last, call.shared_stride});
+}
+
 // Returns whether the input of all_gather_rows is already in its place in the output.
 bool gathers_in_place(const AllnormCall& call, const RowRange& held) {
   if (call.op != ALLNORM_ALL_GATHER_ROWS) return false;
@@ -281,13 +291,7 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
   if (x_rows > 0 && num_sources > 1 && call.source_stride != 0) {
     all.add("the sources after x", call.x, x_width, others);
   }
-  if (sums_experts(call)) {
-    const int64_t last = call.num_tokens - 1;
-    all.add("expert_index", call.expert_index, 4, {call.top_k, last, call.expert_index_stride});
-    all.add("expert_weights", call.expert_weights, 4,
-            {call.top_k, last, call.expert_weights_stride});
-    all.add("shared", call.shared, width, rows(call.num_tokens, call.shared_stride));
-  }
+  add_choices(call, all);
   if (norm && num_held > 0)
     all.add(kResidual, call.residual, residual_width, rows(num_held, call.residual_stride));
   if (norm) {
@@ -356,9 +360,13 @@ int32_t check_slice_memory(const AllnormCall& call, bool local) {
 
 int32_t check_stream_memory(const AllnormCall& call, int num_sources) {
   const int64_t tokens = call.num_tokens, columns = call.hidden_size, streams = call.num_streams;
-  const bool many = tokens > 1;
+  const bool many = tokens > 1, experts = sums_experts(call);
   for (const auto& [name, stride, several] :
-       {std::tuple("x_stride", call.x_stride, many),
+       {std::tuple("x_stride", call.x_stride, tokens > 0 && rows_of_x(call) > 1),
+        {"expert_index_stride", experts ? call.expert_index_stride : 0, many && call.expert_index},
+        {"expert_weights_stride", experts ? call.expert_weights_stride : 0,
+         many && call.expert_weights},
+        {"shared_stride", experts ? call.shared_stride : 0, many && call.shared},
         {"residual_stride", call.residual_stride, many},
         {"residual_out_stride", call.residual_out_stride, many},
         {"post_stride", call.post_stride, many},
@@ -371,8 +379,8 @@ int32_t check_stream_memory(const AllnormCall& call, int num_sources) {
     if (several && stride < 0) return invalid(name, stride, "at least 0");
   }
   if (tokens == 0) return ALLNORM_OK;
-  for (const auto& [name, data] : {std::tuple("x", call.x),
-                                   {"residual", call.residual},
+  if (call.x == nullptr && rows_of_x(call) > 0) return missing("x");
+  for (const auto& [name, data] : {std::tuple("residual", call.residual),
                                    {"residual_out", call.residual_out},
                                    {"post", static_cast<const void*>(call.post)},
                                    {"mix", call.mix}}) {
@@ -401,10 +409,13 @@ int32_t check_stream_memory(const AllnormCall& call, int num_sources) {
     return Extent{columns, last, token_stride, streams - 1, stream_stride};
   };
   Tensors all;
-  all.add(kX, call.x, width, {columns, last, call.x_stride});
+  if (rows_of_x(call) > 0) {
+    all.add(kX, call.x, width, {columns, rows_of_x(call) - 1, call.x_stride});
+  }
   if (num_sources > 1 && call.source_stride != 0) {
     all.add("the sources after x", call.x, width, others);
   }
+  add_choices(call, all);
   all.add("post", call.post, 4, {streams, last, call.post_stride});
   all.add("mix", call.mix, 4, {streams * streams, last, call.mix_stride});
   // A thread reads an element of every stream before it writes any of them.
@@ -423,21 +434,25 @@ int32_t check_stream_memory(const AllnormCall& call, int num_sources) {
 int32_t check_stream_alignment(const AllnormCall& call) {
   const int64_t width = element_bytes(call.dtype);
   const int64_t residual_width = element_bytes(residual_dtype(call));
+  const int64_t tokens = call.num_tokens;
   const struct {
     const char* name;
     const void* data;
-    int64_t token_bytes;
+    int64_t rows;
+    int64_t row_bytes;
     int64_t stream_bytes;
   } tensors[] = {
-      {"x", call.x, call.x_stride * width, 0},
-      {"residual", call.residual, call.residual_stride * residual_width,
+      {"x", call.x, rows_of_x(call), call.x_stride * width, 0},
+      {"shared", sums_experts(call) ? call.shared : nullptr, tokens, call.shared_stride * width, 0},
+      {"residual", call.residual, tokens, call.residual_stride * residual_width,
        call.stream_stride * residual_width},
-      {"residual_out", call.residual_out, call.residual_out_stride * residual_width,
+      {"residual_out", call.residual_out, tokens, call.residual_out_stride * residual_width,
        call.stream_out_stride * residual_width},
   };
-  for (const auto& [name, data, token_bytes, stream_bytes] : tensors) {
-    if (reinterpret_cast<uintptr_t>(data) % kPackBytes == 0 && stream_bytes % kPackBytes == 0 &&
-        (call.num_tokens < 2 || token_bytes % kPackBytes == 0)) {
+  for (const auto& [name, data, rows, row_bytes, stream_bytes] : tensors) {
+    if (data == nullptr || rows == 0 ||
+        (reinterpret_cast<uintptr_t>(data) % kPackBytes == 0 && stream_bytes % kPackBytes == 0 &&
+         (rows < 2 || row_bytes % kPackBytes == 0))) {
       continue;
     }
     return fail(ALLNORM_INVALID_ARGUMENT,

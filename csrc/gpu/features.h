@@ -20,6 +20,7 @@ struct Features {
 };
 
 constexpr Features kBasic{};
+constexpr Features kExperts{.experts = true};
 constexpr Features kExtended{.experts = true,
                              .islands = true,
                              .post_step = true,

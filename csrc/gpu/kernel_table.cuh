@@ -106,8 +106,9 @@ struct SlicesEntry : Entry<kKind, kRanks, kBasic, Formats> {
 };
 
 template <KernelKind kKind, uint32_t kRanks, template <class> class Source,
-          template <class, int> class Transport, class Schedule, Grid kGrid, class Formats>
-struct StreamsEntry : Entry<kKind, kRanks, kBasic, Formats> {
+          template <class, int> class Transport, class Schedule, Grid kGrid, Features kFeatures,
+          class Formats>
+struct StreamsEntry : Entry<kKind, kRanks, kFeatures, Formats> {
   template <class T, int kWorldSize, template <class> class>
   static const void* kernel() {
     return reinterpret_cast<const void*>(
@@ -115,11 +116,11 @@ struct StreamsEntry : Entry<kKind, kRanks, kBasic, Formats> {
   }
 };
 
-template <KernelKind kKind, class Formats>
-struct LocalStreamsEntry : Entry<kKind, k1, kBasic, Formats> {
+template <KernelKind kKind, Features kFeatures, class Formats>
+struct LocalStreamsEntry : Entry<kKind, k1, kFeatures, Formats> {
   template <class T, int, template <class> class>
   static const void* kernel() {
-    return reinterpret_cast<const void*>(&local_streams_kernel<LocalStreamsKernel<T>>);
+    return reinterpret_cast<const void*>(&local_streams_kernel<LocalStreamsKernel<T, kFeatures>>);
   }
 };
 
@@ -164,11 +165,14 @@ using Kernels = KernelTable<
     SlicesEntry<kSlices,      kAny, SlicesKernel,      OnlyPlain>,
     SlicesEntry<kLocalSlices, k1,   LocalSlicesKernel, OnlyPlain>,
 
-    //           kind                  ranks source     transport schedule     grid     formats
-    StreamsEntry<kStreamsOneShot,      kAll, DenseRows, OneShot,  OneRowAhead, kSparse, OnlyPlain>,
-    StreamsEntry<kStreamsOneShotDense, k2,   DenseRows, OneShot,  Paced,       kDense,  OnlyPlain>,
-    StreamsEntry<kStreamsTwoShot,      kAll, DenseRows, TwoShot,  Relayed,     kSparse, OnlyPlain>,
-    LocalStreamsEntry<kLocalStreams, OnlyPlain>,
+    //           kind                  ranks source      transport schedule     grid     features  formats
+    StreamsEntry<kStreamsOneShot,      kAll, DenseRows,  OneShot,  OneRowAhead, kSparse, kBasic,   OnlyPlain>,
+    StreamsEntry<kStreamsOneShot,      kAll, ExpertRows, OneShot,  OneRowAhead, kSparse, kExperts, OnlyPlain>,
+    StreamsEntry<kStreamsOneShotDense, k2,   DenseRows,  OneShot,  Paced,       kDense,  kBasic,   OnlyPlain>,
+    StreamsEntry<kStreamsTwoShot,      kAll, DenseRows,  TwoShot,  Relayed,     kSparse, kBasic,   OnlyPlain>,
+    StreamsEntry<kStreamsTwoShot,      kAll, ExpertRows, TwoShot,  Relayed,     kSparse, kExperts, OnlyPlain>,
+    LocalStreamsEntry<kLocalStreams, kBasic,   OnlyPlain>,
+    LocalStreamsEntry<kLocalStreams, kExperts, OnlyPlain>,
 
     //         kind        source           features
     LocalEntry<kLocalRows, SummedRows,      kBasic>,

@@ -394,11 +394,12 @@ int32_t launch_local_streams(const Device& device, const AllnormCall& call) {
       .num_tokens = call.num_tokens,
       .num_sources = call.num_sources,
       .packs = static_cast<int32_t>(packs),
-      .experts = {},
+      .experts = expert_params(call, 0),
   };
   const EpilogueParams& epilogue = params.epilogue;
   params.epilogue.streams.aligned =
       call.hidden_size * bytes % kPackBytes == 0 && is_aligned(call.x, call.x_stride * bytes) &&
+      is_aligned(params.experts.shared.data, params.experts.shared.stride_bytes) &&
       params.source_stride_bytes % kPackBytes == 0 &&
       is_aligned(call.residual, epilogue.residual.stride_bytes) &&
       is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
@@ -407,7 +408,7 @@ int32_t launch_local_streams(const Device& device, const AllnormCall& call) {
   const void* kernel = find_kernel(call.dtype, {.kind = KernelKind::kLocalStreams,
                                                 .world_size = 1,
                                                 .format = RowFormat::kPlain,
-                                                .needs = kBasic});
+                                                .needs = needs_of(call)});
   Geometry geometry = {.num_blocks = 0,
                        .cluster_size = 1,
                        .num_threads = std::min(threads_of(packs, 1), kMaxThreads)};

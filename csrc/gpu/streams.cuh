@@ -247,7 +247,7 @@ struct StreamsKernel {
 };
 
 // The local kernel: rows in local memory, of any width and alignment, are summed and mixed.
-template <class T>
+template <class T, Features kFeatures>
 struct LocalStreamsKernel {
   template <class U>
   using AnyAccess = RowAccess<U, false>;
@@ -282,10 +282,11 @@ struct LocalStreamsKernel {
                                              Arguments... arguments) {
     StreamPacks<T, kMaxStreams, true> packs;
     Pack reduced{};
+    // With the packs in registers, sums of experts' rows spill on AMD GPUs.
+    constexpr bool kSumFirst = kFeatures.experts;
+    if (kSumFirst && live) reduced = reduced_pack<T, SourceAccess, kFeatures>(params, row, pack);
     packs.template load<0, kMaxStreams, Access>(params.epilogue, row, pack, live, arguments...);
-    if (live) {
-      reduced = reduced_pack<T, SourceAccess, kBasic>(params, row, pack);
-    }
+    if (!kSumFirst && live) reduced = reduced_pack<T, SourceAccess, kFeatures>(params, row, pack);
     packs.template mix<Access>(params.epilogue, row, pack, live, reduced, coefficients,
                                arguments...);
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "tests/experts.h"
 #include "tests/testing.h"
 
 namespace allnorm::testing {
@@ -11,9 +12,10 @@ namespace allnorm::testing {
 // A call on all ranks. Row `streams * token + stream` of the residual is a stream of a token.
 struct StreamCall {
   AllnormCall call = {};
-  std::vector<Matrix> x;     // of each rank
-  Matrix stacked{0, 0, 0};   // the partials as one matrix: of_sources()
-  Matrix residual{0, 0, 0};  // equal on all ranks
+  std::vector<Matrix> x;         // of each rank; the sums of its experts' rows if it has any
+  std::vector<Experts> experts;  // of each rank; may be empty
+  Matrix stacked{0, 0, 0};       // the partials as one matrix: of_sources()
+  Matrix residual{0, 0, 0};      // equal on all ranks
   Matrix post{0, 0, 0}, mix{0, 0, 0};
   std::vector<Matrix> residual_out;  // initially a copy of the residual if the result is in place
   Matrix expected{0, 0, 0};
@@ -30,6 +32,7 @@ struct StreamCall {
     const auto r = static_cast<size_t>(rank);
     mine.x = x[r].data();
     mine.x_stride = x[r].stride;
+    if (!experts.empty()) experts[r].attach(mine);
     Matrix& from = in_place ? residual_out[r] : residual;
     mine.residual = from.data();
     mine.residual_out = residual_out[r].data();
@@ -47,15 +50,17 @@ struct StreamCall {
   }
 
   // Returns rank 0's call with the partials of all ranks as sources, one below the other in
-  // `stacked`. `gap`: elements between their rows.
+  // `stacked`. A single rank's experts are its source. `gap`: elements between their rows.
   AllnormCall of_sources(int64_t gap) {
     const auto sources = static_cast<int64_t>(x.size());
+    if (sources == 1 && !experts.empty()) return of_rank(0);
     stacked = Matrix(call.dtype, sources * call.num_tokens, call.hidden_size, gap);
     for (int64_t row = 0; row < stacked.rows; ++row) {
       const Matrix& from = x[static_cast<size_t>(row / call.num_tokens)];
       set_row(stacked, row, row_of(from, row % call.num_tokens));
     }
     AllnormCall mine = of_rank(0);
+    mine.top_k = 0;
     mine.x = stacked.data();
     mine.x_stride = stacked.stride;
     mine.source_stride = call.num_tokens * stacked.stride;
@@ -93,12 +98,12 @@ struct StreamCall {
       reported = true;
       check(false,
             "%s, seed %llu, rank %d of %d: row %lld of %lld (%d streams, %s), column %lld of "
-            "%lld: %x, expected %x (dtype %d, residual %d)",
+            "%lld: %x, expected %x (dtype %d, residual %d, experts %d)",
             what, static_cast<unsigned long long>(seed), rank, world_size(),
             static_cast<long long>(at), static_cast<long long>(got.rows), call.num_streams,
             by_stream ? "by stream" : "by token", static_cast<long long>(column),
             static_cast<long long>(got.columns), got.bits(at, column), expected_bits(at, column),
-            call.dtype, got.dtype);
+            call.dtype, got.dtype, experts.empty() ? 0 : experts[static_cast<size_t>(rank)].top_k);
     });
   }
 
@@ -134,6 +139,28 @@ inline void expect(StreamCall& of) {
   }
 }
 
+// Makes most ranks sum experts' rows, which are multiples of `gaps` elements apart.
+inline void sum_experts(StreamCall& of, Random& random, int64_t gaps) {
+  const AllnormCall& call = of.call;
+  for (Matrix& x : of.x) {
+    of.experts.emplace_back();
+    if (of.x.size() > 1 && random.below(4) == 0) continue;
+    of.experts.back() = random_experts(
+        random, call.dtype, call.num_tokens, call.hidden_size,
+        [&](Matrix& rows) {
+          for (int64_t row = 0; row < rows.rows; ++row) {
+            for (int64_t i = 0; i < rows.columns; ++i) {
+              rows.set_bits(row, i, random_bits(random, call.dtype, 1));
+            }
+          }
+        },
+        gaps);
+    for (int64_t token = 0; token < call.num_tokens; ++token) {
+      set_row(x, token, of.experts.back().partial(token));
+    }
+  }
+}
+
 // Draws a call.
 inline AllnormCall stream_call(Random& random, int dtype, int64_t num_tokens, int64_t hidden_size) {
   AllnormCall call = {};
@@ -152,7 +179,7 @@ inline AllnormCall stream_call(Random& random, int dtype, int64_t num_tokens, in
 
 // Draws the data of a call. `aligned`: rows are multiples of 16 bytes apart.
 inline StreamCall make_streams(Random& random, int world_size, const AllnormCall& call,
-                               bool aligned) {
+                               bool aligned, bool experts = false) {
   StreamCall of;
   of.call = call;
   const int dtype = call.dtype;
@@ -174,6 +201,7 @@ inline StreamCall make_streams(Random& random, int world_size, const AllnormCall
     return drawn;
   };
   for (int rank = 0; rank < world_size; ++rank) of.x.push_back(draw(dtype, num_tokens));
+  if (experts) sum_experts(of, random, aligned ? 8 : 1);
   const int64_t n = call.num_streams;
   of.residual = draw(residual_dtype, n * num_tokens);
   of.post = random_matrix(random, ALLNORM_FLOAT32, num_tokens, n, random.below(3), 1);
@@ -193,7 +221,7 @@ inline StreamCall make_streams(Random& random, int world_size, const AllnormCall
 inline StreamCall make_streams(Random& random, int world_size, int dtype, int64_t num_tokens,
                                int64_t hidden_size, bool aligned) {
   const AllnormCall call = stream_call(random, dtype, num_tokens, hidden_size);
-  return make_streams(random, world_size, call, aligned);
+  return make_streams(random, world_size, call, aligned, random.below(2) == 0);
 }
 
 }  // namespace allnorm::testing

@@ -53,7 +53,11 @@ TEST(instruction_sets) {
       const RowOp op = row_op(call, scratch.reserve(call.hidden_size));
       RowTask task = row_task(call, 0, 0);
       ConstRows sources[3];
-      for (int rank = 0; rank < 3; ++rank) sources[rank] = x_rows(of.of_rank(rank), 0);
+      for (int rank = 0; rank < 3; ++rank) {
+        const Matrix& x = of.x[static_cast<size_t>(rank)];
+        sources[rank] = {reinterpret_cast<const std::byte*>(x.bytes.data()),
+                         x.stride * testing::element_bytes(dtype)};
+      }
       task.sources = sources;
       task.num_sources = 3;
       task.num_rows = call.num_tokens;
@@ -74,7 +78,20 @@ TEST(wrong_arguments) {
       {"num_streams is 9", [](AllnormCall& call) { call.num_streams = 9; }},
       {"flags", [](AllnormCall& call) { call.flags |= ALLNORM_RESIDUAL_SHARDED; }},
       {"flags", [](AllnormCall& call) { call.flags |= ALLNORM_ISLAND_SUMS; }},
-      {"top_k", [](AllnormCall& call) { call.top_k = 2; }},
+      {"num_rows", [](AllnormCall& call) { call.top_k = 2; }},
+      {"top_k", [](AllnormCall& call) { call.top_k = 17; }},
+      {"num_sources",
+       [](AllnormCall& call) { call.top_k = 1, call.num_rows = 3, call.num_sources = 2; }},
+      {"x is NULL", [](AllnormCall& call) { call.top_k = 1, call.num_rows = 3, call.x = nullptr; }},
+      {"shared_stride",
+       [](AllnormCall& call) {
+         call.top_k = 1, call.num_rows = 3, call.shared = call.x, call.shared_stride = -64;
+       }},
+      {"overlap",
+       [](AllnormCall& call) {
+         call.top_k = 1, call.num_rows = 3, call.shared = call.residual_out;
+         call.shared_stride = 64;
+       }},
       {"x is NULL", [](AllnormCall& call) { call.x = nullptr; }},
       {"residual is NULL", [](AllnormCall& call) { call.residual = nullptr; }},
       {"residual_out is NULL", [](AllnormCall& call) { call.residual_out = nullptr; }},
@@ -101,7 +118,7 @@ TEST(wrong_arguments) {
   };
   Random random(5);
   StreamCall of = make_streams(random, 1, ALLNORM_BFLOAT16, 3, 64, false);
-  while (of.in_place || of.by_stream || of.call.flags != 0) {
+  while (of.in_place || of.by_stream || of.call.flags != 0 || !of.experts.empty()) {
     of = make_streams(random, 1, ALLNORM_BFLOAT16, 3, 64, false);
   }
   const AllnormCall good = of.of_rank(0);

@@ -349,7 +349,7 @@ class Calls(abc.ABC):
 
     def all_reduce_hyper_connection(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | ExpertSum,
         residual: torch.Tensor,
         connection: HyperConnection,
         *,
@@ -369,7 +369,8 @@ class Calls(abc.ABC):
 
         Args:
             x: [..., hidden_size], float32, float16 or bfloat16: this rank's partial sum; rows may
-                be strided. Not modified.
+                be strided. Not modified. Or an `ExpertSum`, which is summed first; then the leading
+                dimensions below mean [num_tokens].
             residual: [..., streams, hidden_size], dtype of `x` or float32, equal on every rank;
                 2 to 8 streams, which may be strided.
             connection: the coefficients of this layer, float32, equal on every rank.

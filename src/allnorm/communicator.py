@@ -238,7 +238,8 @@ class Communicator(Calls):
             residual_dtype: dtype of the residual: `dtype` or float32; None: `dtype`.
             gather: whether results have all rows, with a sharded residual.
             streams: number of residual streams, for the plan of `all_reduce_hyper_connection`; of
-                the other arguments, it takes only `dtype`, `algorithm` and `residual_dtype`.
+                the other arguments, it takes only `dtype`, `algorithm`, `residual_dtype` and
+                `experts`.
 
         Returns:
             The algorithm, the reason in one sentence, the number of launches, the source of the

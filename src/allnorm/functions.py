@@ -168,7 +168,7 @@ def rms_norm_sharded(
 
 @_documented
 def all_reduce_hyper_connection(
-    x: torch.Tensor,
+    x: torch.Tensor | ExpertSum,
     residual: torch.Tensor,
     connection: HyperConnection,
     *,

@@ -61,7 +61,9 @@ class Call:
             and type(self.connection) is not HyperConnection
         ):
             raise TypeError(f"connection={self.connection!r}: expected an allnorm.HyperConnection.")
-        if type(self.source) is ExpertSum and not self.has_norm:
+        if type(self.source) is ExpertSum and not (
+            self.has_norm or self.op == "all_reduce_hyper_connection"
+        ):
             names = {"all_gather_rows": "residual_shard", "rms_norm_sharded": "tensors[0]"}
             name = names.get(self.op, "x")
             raise TypeError(f"{name} is a ExpertSum: expected a torch.Tensor.")

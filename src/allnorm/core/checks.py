@@ -25,6 +25,7 @@ from allnorm.core.arguments import (
     check_last_dim,
     check_norm_constants,
     check_norms,
+    check_own_experts,
     check_quantization,
     check_result,
     check_weight,
@@ -115,7 +116,10 @@ def check_whole_rows(call: Call, world_size: int) -> None:
 
 def check_streams(call: Call, device: torch.device) -> None:
     """Raises for errors in the tensors of a hyper-connection that all ranks see."""
-    check_input("x", call.x, device)
+    if call.experts:
+        check_experts(call, device)
+    else:
+        check_input("x", call.x, device)
     check_stream_kinds(call)
     for name, tensor, dtypes in (
         ("residual", call.residual, {call.x.dtype, torch.float32}),
@@ -143,7 +147,9 @@ def check_own_streams(call: Call) -> None:
     assert residual is not None
     assert post is not None
     assert mix is not None
-    *leading, hidden_size = call.x.shape
+    if call.experts:
+        check_own_experts(call)
+    *leading, hidden_size = call.shape
     streams = residual.shape[-2] if residual.dim() > 1 else 0
     if streams not in STREAMS or residual.shape != (*leading, streams, hidden_size):
         raise ValueError(
@@ -156,7 +162,7 @@ def check_own_streams(call: Call) -> None:
     ):
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {shape}.")
-    check_last_dim("x", call.x)
+    check_last_dim("rows" if call.experts else "x", call.x)
     check_last_dim("residual", residual)
     if call.residual_out is not None:
         like = Like(residual.shape, residual.dtype, residual.device, "that of residual")
@@ -206,7 +212,7 @@ def check_planned(
     if isinstance(residual_dtype, torch.dtype):
         residual = x.new_empty((num_tokens, hidden_size), dtype=residual_dtype)  # type: ignore[arg-type]
     if streams is not None:
-        return _planned_streams(x, streams, residual_dtype, experts, fields)
+        return _planned_streams(x, streams, residual_dtype, fields)
     call = Call(
         op="all_reduce_add_rms_norm" + ("" if quant is None else "_quant"),
         source=ExpertSum(x) if experts else x,
@@ -224,19 +230,19 @@ def check_planned(
 
 
 def _planned_streams(
-    x: torch.Tensor, streams: Any, residual_dtype: Any, experts: object, fields: dict[str, Any]
+    x: torch.Tensor, streams: Any, residual_dtype: Any, fields: dict[str, Any]
 ) -> Call:
-    given = {**fields, "experts": experts}
-    if any(given.get(name, usual) != usual for name, usual in _ONLY_OF_NORMS.items()):
+    """Returns the planned call of a hyper-connection; experts' rows `x` have three dimensions."""
+    if any(fields.get(name, usual) != usual for name, usual in _ONLY_OF_NORMS.items()):
         raise ValueError(
-            "streams with a quant, a sharded residual, a post norm, a scale or experts: expected "
-            "none, because a hyper-connection has no norm and every rank has its streams."
+            "streams with a quant, a sharded residual, a post norm or a scale: expected none, "
+            "because a hyper-connection has no norm and every rank has its streams."
         )
-    residual = x.new_empty((x.shape[0], streams, x.shape[1]), dtype=residual_dtype or x.dtype)
+    residual = x.new_empty((x.shape[0], streams, x.shape[-1]), dtype=residual_dtype or x.dtype)
     coefficients = x.new_empty((x.shape[0], streams), dtype=torch.float32)
     return Call(
         op="all_reduce_hyper_connection",
-        source=x,
+        source=ExpertSum(x) if x.dim() > 2 else x,
         residual=residual,
         algorithm=fields["algorithm"],
         connection=HyperConnection(
@@ -260,7 +266,7 @@ def _check_planned_slices(
         check_count(f"hidden_size[{number}]", size, least=1)
         check_width(f"tensors[{number}]", size)
     given = {**fields, "experts": experts, "residual_dtype": residual_dtype, "streams": streams}
-    usual = {**_ONLY_OF_NORMS, "residual_dtype": None, "streams": None}
+    usual = {**_ONLY_OF_NORMS, "experts": False, "residual_dtype": None, "streams": None}
     if any(given.get(name, value) != value for name, value in usual.items()):
         raise ValueError(
             "several hidden sizes with a quant, a residual, a post norm, a scale or experts: "
@@ -283,5 +289,4 @@ _ONLY_OF_NORMS = {
     "return_normed": False,
     "post_norm": None,
     "scale": 1.0,
-    "experts": False,
 }

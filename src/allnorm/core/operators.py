@@ -98,7 +98,9 @@ class Operator:
         )
         own = {name: name for name in self.positions} | {"source": self.parameters[0].name}
         if "experts" in own:
-            own |= {"source": _SOURCE, "post_norm": _POST_NORM}
+            own["source"] = _SOURCE
+        if "post_weight" in own:
+            own["post_norm"] = _POST_NORM
         if "post" in own:
             own["connection"] = "HyperConnection(post, mix)"
         if self.is_quantized:
@@ -254,15 +256,18 @@ _AMONG_RANKS = (
     Parameter("SymInt?", "residual_rows", None),
     _ALGORITHM,
 )
+_EXPERTS = (
+    Parameter("bool", "experts", False),
+    Parameter("Tensor?", "expert_index", None),
+    Parameter("Tensor?", "expert_weights", None),
+    Parameter("Tensor?", "shared", None),
+)
 _RESIDUAL_UPDATE = (
     Parameter("Tensor?", "post_weight", None),
     Parameter("float", "post_eps", 0.0),
     Parameter("float", "post_weight_bias", 0.0),
     Parameter("float", "scale", 1.0),
-    Parameter("bool", "experts", False),
-    Parameter("Tensor?", "expert_index", None),
-    Parameter("Tensor?", "expert_weights", None),
-    Parameter("Tensor?", "shared", None),
+    *_EXPERTS,
 )
 _PREFETCH = Parameter("Tensor?", "prefetch", None)
 _GATHER = Parameter("bool", "gather", True)
@@ -316,7 +321,7 @@ OPERATORS = {
             "all_reduce_hyper_connection",
             (
                 *(_X, Parameter("Tensor", "residual"), Parameter("Tensor", "post")),
-                *(Parameter("Tensor", "mix"), _COMM_NAME, _ALGORITHM),
+                *(Parameter("Tensor", "mix"), _COMM_NAME, _ALGORITHM, *_EXPERTS),
             ),
             ("residual_out",),
             "Tensor",

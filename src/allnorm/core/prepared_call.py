@@ -156,7 +156,7 @@ class PreparedCall:
                 _check_memory(result, getattr(call, result.field))
         strided = (call.x, call.residual, call.shared)
         found = [(False, 0) if t is None else self._row_stride(t) for t in strided]
-        choices = map(_choice_stride, (call.expert_index, call.expert_weights))
+        choices = map(choice_stride, (call.expert_index, call.expert_weights))
         self._strides = (*(stride for _, stride in found), *choices)
         self.is_virtual = any(map(tensors.is_virtual, call.given))
         self._copies_inputs = self.is_virtual or any(copied for copied, _ in found)
@@ -438,7 +438,7 @@ def address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _choice_stride(choices: torch.Tensor | None) -> int:
+def choice_stride(choices: torch.Tensor | None) -> int:
     """Returns the row stride of a [num_tokens, top_k] tensor, in elements."""
     if choices is None:
         return 0

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 
 from allnorm.core import _native, checks, tensors
 from allnorm.core.arguments import DTYPES, Like
 from allnorm.core.call import Call
-from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall, Result, address_of
+from allnorm.core.prepared_call import (
+    CUDA_ALIGN_BYTES,
+    Memory,
+    PreparedCall,
+    Result,
+    address_of,
+    choice_stride,
+)
 from allnorm.core.shortcuts import current_raw_stream
 from allnorm.policy import Plan
 
@@ -35,13 +43,13 @@ class PreparedStreams(PreparedCall):
         like = Like(residual.shape, residual.dtype, residual.device, "that of residual")
         stride = tuple(torch.empty(residual.shape, device="meta").stride())
         self.results = [Result("residual_out", "residual_out", like, stride, "residual")]
-        copied, x_stride = self._row_stride(call.x)
+        found = [(False, 0) if t is None else self._row_stride(t) for t in (call.x, call.shared)]
         streams = _token_strides(residual, 2)
         factors = [_token_strides(post, 1), _token_strides(mix, 2)]
         self.is_virtual = any(map(tensors.is_virtual, call.given))
         self._copies_inputs = (
             self.is_virtual
-            or copied
+            or any(copied for copied, _ in found)
             or streams is None
             or (self._is_cuda and not _has_aligned_rows(residual, streams))
             or factors[0] is None
@@ -52,13 +60,19 @@ class PreparedStreams(PreparedCall):
         self._strides = self._contiguous_strides()
         if not self._copies_inputs:
             assert streams is not None
-            self._strides = (x_stride, *streams[:2], *(each[0] for each in factors if each))
+            choices = map(choice_stride, (call.expert_index, call.expert_weights))
+            self._strides = (
+                *(stride for _, stride in found),
+                *choices,
+                *streams[:2],
+                *(each[0] for each in factors if each),
+            )
 
     @staticmethod
     def describe(call: Call) -> _native.Call:
         """Returns the C call without addresses and strides."""
         assert call.residual is not None
-        return _native.Call(
+        native = _native.Call(
             struct_bytes=ctypes.sizeof(_native.Call),
             op=_native.HYPER_CONNECTION,
             dtype=DTYPES[call.x.dtype],
@@ -68,6 +82,9 @@ class PreparedStreams(PreparedCall):
             num_streams=call.residual.shape[-2] if call.residual.dim() > 1 else 0,
             flags=_native.FLOAT32_RESIDUAL if call.has_float32_residual else 0,
         )
+        if call.experts:
+            native.top_k, native.num_rows = call.top_k, math.prod(call.x.shape[:-1])
+        return native
 
     def bind(self, call: Call, memory: Memory) -> tuple[torch.Tensor | None, ...]:
         """Writes addresses, strides and the current stream; returns the inputs to keep alive."""
@@ -76,6 +93,10 @@ class PreparedStreams(PreparedCall):
             native.stream = current_raw_stream(call.x.device.index)
         inputs = self._readable(call)
         native.x, native.residual = address_of(inputs[0]), address_of(inputs[1])
+        # An empty tensor has the address 0, but NULL means that it is absent: PreparedCall.bind.
+        native.expert_index, native.expert_weights, native.shared = (
+            0 if tensor is None else address_of(tensor) or self.address for tensor in inputs[5:8]
+        )
         native.post, native.mix = address_of(inputs[-2]), address_of(inputs[-1])
         native.residual_out = address_of(memory["residual_out"])
         copied = inputs[0] is not call.x
@@ -85,12 +106,15 @@ class PreparedStreams(PreparedCall):
 
     def _contiguous_strides(self) -> tuple[int, ...]:
         streams, width = self.native.num_streams, self.native.hidden_size
-        return width, streams * width, width, streams, streams * streams
+        experts = (width, *(self.native.top_k,) * 2)  # of shared, index and weights
+        return width, *experts, streams * width, width, streams, streams * streams
 
     @staticmethod
     def _set_input_strides(native: _native.Call, strides: tuple[int, ...]) -> None:
-        native.x_stride, native.residual_stride, native.stream_stride = strides[:3]
-        native.post_stride, native.mix_stride = strides[3:]
+        native.x_stride, native.shared_stride = strides[:2]
+        native.expert_index_stride, native.expert_weights_stride = strides[2:4]
+        native.residual_stride, native.stream_stride = strides[4:6]
+        native.post_stride, native.mix_stride = strides[6:]
 
     def _set_result_strides(self, native: _native.Call, memory: Memory) -> None:
         # Only the result for a single token may have a stride that is not contiguous.

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from allnorm.expert_sum import ExpertSum
 from allnorm.hyper_connection import HyperConnection
 from allnorm.reference.arithmetic import new_tensor
+from allnorm.reference.experts import partial_of
 from allnorm.reference.norm import all_reduce
 
 
 def all_reduce_hyper_connection(
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | ExpertSum],
     residual: Tensor,
     connection: HyperConnection,
     *,
@@ -27,6 +29,7 @@ def all_reduce_hyper_connection(
 
     Args:
         inputs: one `x` per rank, in rank order, `[..., hidden_size]`; float32, float16 or bfloat16.
+            An `ExpertSum` means the sum of its rows, `[num_tokens, hidden_size]`.
         residual: `[..., streams, hidden_size]`, dtype of `x` or float32; 2 to 8 streams.
         connection: coefficients, float32.
         algorithm: ignored, to match the signature of allnorm's calls; all algorithms are
@@ -41,7 +44,8 @@ def all_reduce_hyper_connection(
         ValueError: a shape or name does not match.
         TypeError: a dtype does not match.
     """
-    reduced = all_reduce(inputs, algorithm=algorithm, islands=islands)
+    partials = [partial_of(x) for x in inputs]
+    reduced = all_reduce(partials, algorithm=algorithm, islands=islands)
     *leading, hidden_size = reduced.shape
     streams = residual.shape[-2] if residual.dim() > 1 else 0
     post, mix = connection.post, connection.mix

@@ -356,6 +356,7 @@ class Cases:
             float32_residual=self._rng.random() < 0.5,
             op="all_reduce_hyper_connection",
             streams=self._deal("streams", (2, 3, 4, 4, 8)),
+            experts=self._rng.choice(EXPERTS) if self._rng.random() < 0.25 else None,
         )
 
     def draw_any(self) -> Case:
@@ -453,6 +454,7 @@ def _algorithm(case: Case, comm: allnorm.Communicator) -> str:
                 *(case.num_tokens, case.hidden_size, case.dtype),
                 streams=case.streams,
                 residual_dtype=torch.float32 if case.float32_residual else None,
+                experts=case.experts is not None,
                 algorithm=case.algorithm,
             ).algorithm
         plan = comm.plan(

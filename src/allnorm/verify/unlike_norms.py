@@ -63,7 +63,7 @@ def connection_of(residual: torch.Tensor, streams: int) -> allnorm.HyperConnecti
 
 def mix_streams(
     comm: allnorm.Communicator,
-    x: torch.Tensor,
+    x: torch.Tensor | allnorm.ExpertSum,
     residual: torch.Tensor,
     streams: int,
     algorithm: str,

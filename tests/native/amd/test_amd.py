@@ -30,7 +30,7 @@ COMPILED = (
     ("gfx942", Variant("owned_given", "Float32", 0, False)),
     ("gfx942", Variant("slices", "Bfloat16", 0, False)),
     ("gfx950", Variant("local_slices", "Float32", 1, False)),
-    ("gfx942", Variant("streams_one_shot", "Bfloat16", 0, False)),
+    ("gfx942", Variant("streams_one_shot", "Bfloat16", 0, False, "kExperts")),
     ("gfx950", Variant("streams_one_shot_dense", "Float16", 2, False)),
     ("gfx942", Variant("streams_two_shot", "Float32", 2, False)),
     ("gfx950", Variant("local_streams", "Bfloat16", 1, False)),

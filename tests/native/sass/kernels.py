@@ -23,8 +23,16 @@ _ENUMS = {"Grid": ("kSparse", "kDense", "kFew"), "Owned": ("kSum", "kFinished", 
 _FEATURES = {
     "{}": "kBasic",  # clang's spelling
     "{false, false, false, false, false}": "kBasic",
+    "{true}": "kExperts",  # likewise
+    "{true, false, false, false, false}": "kExperts",
     "{true, true, true, true, true}": "kExtended",
     "{false, true, true, true, true}": "kExtendedDense",
+}
+_FEATURE_WORDS = {
+    "kBasic": "basic",
+    "kExperts": "experts",
+    "kExtended": "extended",
+    "kExtendedDense": "dense",
 }
 _FORMATS = {
     "OnlyPlain": ("Plain",),
@@ -194,16 +202,18 @@ def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, .
         return
     if entry == "LocalStreams":
         for dtype in DTYPES:
-            yield (_FUNCTIONS[entry], dtype), Variant("local_streams", dtype, 1, quantized=False)
+            key = (_FUNCTIONS[entry], dtype, rest[0])
+            yield key, Variant("local_streams", dtype, 1, quantized=False, features=rest[0])
         return
     ranks = rest.pop(0) if entry in ("Fused", "Streams", "Owned", "WideRows") else "k1"
     if entry == "Streams":
         rest.pop()  # the formats, which are no argument
+        features = rest.pop()  # the source implies them
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
         for dtype in DTYPES:
             for world_size in _ranks(ranks, dtype):
                 key = (_FUNCTIONS["Fused"], dtype, str(world_size), *rest)
-                yield key, Variant(name, dtype, world_size, quantized=False)
+                yield key, Variant(name, dtype, world_size, quantized=False, features=features)
         return
     formats = _FORMATS[rest.pop() if rest[-1] == "OnlyPlain" else rest[-1]]
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
@@ -261,7 +271,7 @@ def traits(variant: Variant) -> tuple[str, ...]:
         variant.dtype.lower(),
         variant.kind,
         "any" if ranks == ANY_WORLD_SIZE else f"x{ranks}",
-        {"kBasic": "basic", "kExtended": "extended", "kExtendedDense": "dense"}[variant.features],
+        _FEATURE_WORDS[variant.features],
         "quantized" if variant.quantized else "plain",
     )
 

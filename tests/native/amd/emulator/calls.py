@@ -25,6 +25,7 @@ _OTHERWISE = {
 }
 _FEATURES = {
     "kBasic": frozenset[str](),
+    "kExperts": frozenset({"experts"}),
     "kExtendedDense": frozenset({"islands", "post_step", "float32_residual", "all_formats"}),
     "kExtended": frozenset({"experts", "islands", "post_step", "float32_residual", "all_formats"}),
 }

@@ -218,6 +218,8 @@ def _streams_for(variant: Variant, number: int) -> Call:
     wide = number % 2 == 1 and variant.dtype != "Float32" and "dense" not in variant.kind
     dense = variant.kind.endswith("dense")
     hidden = (64, 512, 1440, 264)[number % 4]
+    experts = variant.features == "kExperts"
+    sources = 1 if experts else (1, 2, 4, 8)[number % 4]
     if variant.is_local and number in (1, 2):
         hidden += 3  # no whole packs
     return streams(
@@ -229,7 +231,8 @@ def _streams_for(variant: Variant, number: int) -> Call:
         flags=FLOAT32_RESIDUAL if wide else 0,
         dense=dense,
         values="nasty" if number == 2 else "mixed",
-        sources=(1, 2, 4, 8)[number % 4] if variant.is_local else 0,
+        sources=sources if variant.is_local else 0,
+        experts=experts,
     )
 
 

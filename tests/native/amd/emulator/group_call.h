@@ -65,6 +65,13 @@ using Give = std::function<void(const void* data, size_t bytes)>;
 inline void give_matrix(const Give& give, const Matrix& matrix) {
   give(matrix.bytes.data(), matrix.bytes.size());
 }
+inline void give_experts(const Give& give, const Experts& experts) {
+  if (experts.top_k == 0) return;
+  give_matrix(give, *experts.rows);
+  if (experts.shared != nullptr) give_matrix(give, *experts.shared);
+  give(experts.index.data(), 4 * experts.index.size());
+  give(experts.weights.data(), 4 * experts.weights.size());
+}
 
 inline void fill_words(Matrix& matrix, Random& random, int values) {
   for (int64_t row = 0; row < matrix.rows; ++row) {

@@ -56,13 +56,7 @@ class RowCall : public GroupCall {
     for (const auto* matrix : {&op_.residual, &op_.weight, &op_.post_weight}) {
       if (*matrix != nullptr) give_matrix(give, **matrix);
     }
-    for (const Experts& experts : op_.experts) {
-      if (experts.top_k == 0) continue;
-      give_matrix(give, *experts.rows);
-      if (experts.shared != nullptr) give_matrix(give, *experts.shared);
-      give(experts.index.data(), 4 * experts.index.size());
-      give(experts.weights.data(), 4 * experts.weights.size());
-    }
+    for (const Experts& experts : op_.experts) give_experts(give, experts);
     for (const QuantMemory& memory : op_.quantized) {
       give(memory.bytes.data(), memory.bytes.size());
       give(memory.scales.data(), 4 * memory.scales.size());

@@ -20,9 +20,9 @@ class GroupStreamCall : public GroupCall {
     aligned_ = spec.hidden_size * testing::element_bytes(spec.dtype) % kPackBytes == 0;
     local_ = spec.sources > 0;
     if (local_) world_size = spec.sources;
-    of_ = make_streams(random, world_size, call, aligned_);
+    of_ = make_streams(random, world_size, call, aligned_, spec.experts != 0);
     if (num_blocks_ == 0) num_blocks_ = 2 + static_cast<int>(random.below(4));
-    if (spec.values != kMixed) fill_all(random, spec.values);
+    if (spec.values != kMixed && spec.experts == 0) fill_all(random, spec.values);
     if (local_) stacked_ = of_.of_sources(aligned_ ? 8 : 3);
   }
 
@@ -36,6 +36,7 @@ class GroupStreamCall : public GroupCall {
     for (const auto* matrix : {&of_.residual, &of_.post, &of_.mix, &of_.stacked}) {
       give_matrix(give, *matrix);
     }
+    for (const Experts& experts : of_.experts) give_experts(give, experts);
   }
 
   // Some calls are split in two.
@@ -51,6 +52,7 @@ class GroupStreamCall : public GroupCall {
     const int64_t cut = first_rows(of_.call), first = number == 0 ? 0 : cut;
     const int64_t count = number == 0 ? std::min(cut, call.num_tokens) : call.num_tokens - cut;
     const FusedParams params = fused_params(config, call, first, count, fault);
+    info->experts = sums_experts(call);
     info->num_blocks = choose_num_blocks(count, 1, num_blocks_, 1);
     info->num_threads = threads_of(params.packs, 1);
     set_launch(info, kind(), params, sizeof(params));
@@ -93,7 +95,8 @@ class GroupStreamCall : public GroupCall {
                           .num_tokens = of_.call.num_tokens,
                           .num_sources = stacked_.num_sources,
                           .packs = static_cast<int32_t>(packs),
-                          .experts = {}};
+                          .experts = expert_params(stacked_, 0)};
+    info->experts = sums_experts(stacked_);
     params.epilogue.streams.aligned = aligned_;
     info->num_blocks = choose_num_blocks(of_.call.num_tokens, 1, num_blocks_, 0);
     info->num_threads = std::min(threads_of(packs, 1), kMaxThreads);
