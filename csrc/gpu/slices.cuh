@@ -63,7 +63,7 @@ __device__ __forceinline__ float rstd_of(const SlicesParams& params, const Slice
                         [](float square) { return near_reciprocal_root(square); });
 }
 
-// The exchange of sums of squares. All lanes of the first warp of a block call its functions
+// The exchange of sums of squares. All lanes of the first warp of a block call send() and receive()
 // together.
 class SumExchange {
  public:
@@ -114,11 +114,15 @@ class SumExchange {
     for (int rank = 1; rank < kPushMaxWorldSize; ++rank) {
       if (rank < layout_.world_size) total = add_rn(total, sum_of(rank));
     }
-    if (ALLNORM_FAULT(sums_not_cleared, false, threadIdx.x == 0)) {
-      clear_slot(exchange_, slot);
-      if (two_packs) clear_slot(exchange_, slot + kPackBytes);
-    }
     return complete ? total : bit_cast<float>(nan_pack().word[0]);
+  }
+
+  // Clears the slot of a unit. One thread calls it, after a block barrier that follows receive():
+  // a vote of the lanes does not order their polls before this store.
+  __device__ __forceinline__ void clear(int unit) {
+    char* const slot = exchange_.slots(0) + layout_.slot(unit);
+    clear_slot(exchange_, slot);
+    if (layout_.packs() > 1) clear_slot(exchange_, slot + kPackBytes);
   }
 
  private:
@@ -247,8 +251,9 @@ class SliceUnits {
       const float received = sums_.receive(number, sum);
       if (threadIdx.x == 0) store_shared(total(buffer), received);
     }
-    // barrier: orders the total before its reads.
+    // barrier: orders the total before its reads, and all polls before the slot is cleared.
     ALLNORM_FAULT(total_read_early, , __syncthreads());
+    if (ALLNORM_FAULT(sums_not_cleared, false, first == 0)) sums_.clear(number);
     const float rstd = rstd_of(params_, slice, load_shared(total(buffer)));
     if (first < slice.packs) store(unit, first, own, rstd, weight);
     for_later_packs(slice.packs, [&](int pack) {
