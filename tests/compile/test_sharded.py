@@ -228,6 +228,23 @@ def other_ranks(given: Any, ranks: int) -> Any:
     return norms(of_q, of_k / 2, given)
 
 
+def rounded(given: Any, ranks: int) -> Any:
+    return normed(given[0], reduce(square(given[0]).to(bf16)) / ranks, given[2])
+
+
+def rounded_beside(given: Any, ranks: int) -> Any:
+    q, k, *_ = given
+    of_q, of_k = (reduce(torch.cat([square(q), square(k).to(bf16)], -1)) / ranks).chunk(2, -1)
+    return norms(of_q, of_k, given)
+
+
+def too_long(given: Any, ranks: int) -> Any:
+    """Norms rows of 2**20 columns."""
+    q, _, qw, _ = given
+    wide, w = (torch.cat([x[..., :64]] * 2**14, -1) for x in (q, qw))
+    return normed(wide, reduce(square(wide)) / ranks, w)
+
+
 def not_used(given: Any, ranks: int) -> Any:
     q, k, qw, kw = given
     of_q, of_k = halves(given, ranks)
@@ -265,10 +282,16 @@ def with_q(after: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 # Graphs that are nearly fused, by the reason why they are not. Each takes its inputs and the number
 # of ranks.
 NEARLY: dict[str, Callable[..., Any]] = {
-    "its sums of squares are rounded to torch.bfloat16: expected float32": lambda given, ranks: (
-        normed(given[0], reduce(square(given[0]).to(bf16)) / ranks, given[2])
+    "its squares or their sums are rounded to torch.bfloat16: expected float32": rounded,
+    "or their sums are rounded to torch.bfloat16": lambda given, ranks: normed(
+        given[0], reduce(square(given[0]).to(bf16).float()) / ranks, given[2]
+    ),
+    "their sums are rounded to torch.bfloat16": rounded_beside,
+    "its squares or their sums are rounded to torch.bfloat16": lambda given, ranks: normed(
+        given[0], reduce((given[0] * given[0]).float().mean(-1, True)) / ranks, given[2]
     ),
     "it reduces 5 sums of squares: expected at most 4": five,
+    "columns in all: expected at most": too_long,
     "column 1 of the tensor that it reduces is no sum of squares": no_square,
     "column 1 of its result is not read by itself": lambda given, ranks: normed(
         given[0], both(given, ranks)[..., :1], given[2]

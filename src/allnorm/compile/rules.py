@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from allnorm.compile.expressions import NotUnderstood, Value, number_of
 from allnorm.compile.operands import Operands
-from allnorm.compile.shapes import FLOATS, FP8, same_shape, static_size
+from allnorm.compile.shapes import FLOATS, FP8, HALF, same_shape, static_size
 from allnorm.compile.vocabulary import argument, module_of, operation, plain_module, plain_name
 
 _EXPECTED_DIM = "expected the last one"
@@ -217,7 +217,7 @@ def _side_by_side(e: Operands, node: Node) -> Value:
     if not isinstance(tensors, list | tuple) or dim not in (-1, out.dim() - 1):
         raise NotUnderstood
     nodes = [e.node(tensor) for tensor in tensors]
-    values = tuple(map(e.held, nodes))
+    values = tuple(e.held(one) if out.dtype in HALF else e.tensor(one, node)[0] for one in nodes)
     if len(values) != static_size(out.shape[-1]) or not all(value.column for value in values):
         raise NotUnderstood
     shapes = [e.out(one).shape for one in nodes]

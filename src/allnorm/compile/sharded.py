@@ -33,6 +33,7 @@ from allnorm.compile.shapes import is_contiguous, same_shape
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import asks_only, is_pure, operation, written
 from allnorm.core import _native
+from allnorm.core.arguments import MAX_HIDDEN_SIZE
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ def reduces_squares(values: Values, reduction: Reduction) -> bool:
     """Returns whether a reduction sums squares of rows over the ranks."""
     if reduction.problem or reduction.x is None or reduction.scatters:
         return False
-    held = values.held[reduction.x]
-    columns = held.args if bare(held).op == "columns" else (held,)
-    return any(isinstance(_square(column), _Square) for column in columns)
+    held = bare(values.held[reduction.x])
+    columns = held.args if held.op == "columns" else (held,)
+    return any(_is_rounded_square(column) for column in columns)
 
 
 def match_sharded(
@@ -140,8 +141,6 @@ def match_sharded(
         raise Missed(f"it works in place, {why}")
     assert reduction.x is not None
     held, reduced = values.held[reduction.x], values.reduced[reduction.node]
-    if held.dtype != torch.float32:
-        raise Missed(f"its sums of squares are rounded to {held.dtype}: expected float32")
     squares = held.args if held.op == "columns" else (held,)
     limit = _native.MAX_SLICES
     if len(squares) > limit:
@@ -149,7 +148,10 @@ def match_sharded(
     found = []
     for index, square in enumerate(squares):
         parsed = _square(square)
-        if not isinstance(parsed, _Square):
+        if parsed is None and (_is_rounded_square(square) or bare(square).op == "columns"):
+            dtype = _rounded_to(square)
+            raise Missed(f"its squares or their sums are rounded to {dtype}: expected float32")
+        if parsed is None:
             raise Missed(f"column {index} of the tensor that it reduces is no sum of squares")
         total = reduced
         if held.op == "columns":
@@ -175,8 +177,6 @@ def match_sharded(
 
 def _square(value: Value) -> _Square | None:
     """Returns the sum of squares that an expression is; None if it is none."""
-    if value.op in ("up", "round"):
-        return _square(value.args[0])
     divisor = _divisor(value)
     if divisor is not None:
         inner = _square(value.args[0])
@@ -184,6 +184,23 @@ def _square(value: Value) -> _Square | None:
     if value.op not in ("sum", "mean") or value.args[0].op != "square":
         return None
     return _Square(value.args[0].args[0], value.attr, value.attr if value.op == "mean" else 1.0)
+
+
+def _is_rounded_square(value: Value) -> bool:
+    """Returns whether an expression is a sum of squares, except for roundings."""
+    value = bare(value)
+    if _divisor(value) is not None:
+        return _is_rounded_square(value.args[0])
+    return value.op in ("sum", "mean") and bare(value.args[0]).op == "square"
+
+
+def _rounded_to(value: Value) -> torch.dtype | None:
+    """Returns the dtype to which a sum of squares, or its squares, are rounded, or None."""
+    if value.op == "round":
+        return value.dtype
+    if value.op == "up":
+        return value.args[0].dtype
+    return _rounded_to(value.args[0]) if value.op in ("div", "mul", "sum", "mean") else None
 
 
 def _divisor(value: Value) -> float | None:
@@ -284,6 +301,10 @@ def _fit(
                 )
         if not same_shape(tensor.shape[:-1], tensors[0].shape[:-1]):
             raise Missed(f"{one.x} and {slices[0].x} have different leading dimensions")
+    columns = [one.norm.hidden_size for one in found]
+    longest = max(sum(columns), max(columns) * found[0].world_size)
+    if longest > MAX_HIDDEN_SIZE:
+        raise Missed(f"{longest} columns in all: expected at most {MAX_HIDDEN_SIZE}")
     if len({one.world_size for one in found}) > 1:
         raise Missed("its sums of squares are divided by different numbers of ranks")
     match = ShardedMatch(reduction, slices, numerics, found[0].world_size)
@@ -318,6 +339,10 @@ def _slice(values: Values, found: _Found, reduced: Value) -> Slice:
         name = norm.rstd.definers[0] if norm.rstd.definers else reduced.definers[0]
         raise Missed(f"the tensor that {name} norms is not used")
     normed = _tensor(values, nodes[0])
+    if norm.hidden_size != normed.shape[-1]:
+        raise Missed(
+            f"the norm covers {norm.hidden_size} of the {normed.shape[-1]} elements of a row"
+        )
     source = norm.z.args[0] if norm.z.op == "up" else norm.z
     x = values.holder(source, normed.shape, normed.dtype, normed.device)
     if x is None or source.derives_from(reduced):
