@@ -69,6 +69,11 @@ def _without(opcode: str, number: int = 0) -> Callable[[Code], Code]:
     return edit
 
 
+def _plain_half(code: Code) -> Code:
+    at = _first(code, lambda x: x.is_load and _is_half(x))
+    return _replaced(code, at, code[at].opcode, code[at].operands.replace(" sc0 sc1", ""))
+
+
 def _number_not_waited_for(code: Code) -> Code:
     at = _first(code, lambda x: x.opcode == "buffer_inv")
     while not code[at].waits_for_all:
@@ -121,6 +126,7 @@ class Edit:
 EDITS = (
     Edit("stores_across", "plain stores", _with_scope("", lambda x: x.is_store and _is_half(x))),
     Edit("loads_across", "plain loads", _with_scope("", lambda x: x.is_load and _is_half(x))),
+    Edit("halves_alike", "plain load of one half", _plain_half),
     Edit(
         "scopes", "stores for this device", _with_scope("sc1", lambda x: x.is_store and _is_half(x))
     ),

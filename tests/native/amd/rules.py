@@ -99,6 +99,31 @@ def loads_across(kernel: Function, variant: Variant) -> Iterator[str]:
     yield from _compare("system-wide loads", found, _wanted(variant)[1])
 
 
+def _place(found: Instruction) -> tuple[str, int]:
+    """Returns the address that a load reads: its registers and its offset."""
+    registers = found.operands.partition(",")[2].strip()
+    offset = re.search(r" offset:(-?\d+)", registers)
+    base = registers.partition(" offset:")[0].removesuffix(" sc0 sc1").strip()
+    return base, int(offset[1]) if offset else 0
+
+
+def halves_alike(function: Function, variant: Variant | None = None) -> Iterator[str]:
+    """Requires that both halves of a pack or a tag that is polled have system scope.
+
+    The compiler duplicates polls, so their number does not show that one of them has no scope. The
+    halves are neighbors, or have the same address registers.
+    """
+    code = function.instructions
+    for i, found in enumerate(code):
+        if not found.is_load or found.is_system_wide or found.access_bytes != HALF_BYTES:
+            continue
+        base, offset = _place(found)
+        for k in range(max(0, i - 4), min(len(code), i + 5)):
+            beside = _place(code[k]) in ((base, offset - 8), (base, offset + 8))
+            if _is_poll(code[k]) and (beside or abs(k - i) == 1):
+                yield f"{found} has no scope, and its other half {code[k]} has"
+
+
 def _counts_launches(found: Instruction) -> bool:
     """Returns whether an instruction adds to PushControl::kLaunches without using the result."""
     return found.opcode == "global_atomic_add_x2" and not found.bits
@@ -278,8 +303,9 @@ def signed_zeros(kernel: Function, variant: Variant) -> Iterator[str]:
 
 LOCAL_RULES: tuple[Rule, ...] = (head, spills, signed_zeros, stays_local)
 EXCHANGE_RULES: tuple[Rule, ...] = (
-    *(stores_across, loads_across, scopes, polls_in_flight, write_backs_are_waited_for),
-    *(one_system_fence, numbers_are_acquired, head, spills, signed_zeros),
+    *(stores_across, loads_across, halves_alike, scopes, polls_in_flight),
+    *(write_backs_are_waited_for, one_system_fence, numbers_are_acquired),
+    *(head, spills, signed_zeros),
 )
 
 
@@ -291,7 +317,8 @@ def complaints(kernel: Function, variant: Variant) -> list[str]:
 
 def complaints_of_callee(function: Function) -> list[str]:
     """Returns the violations of a function that kernels call."""
-    found = [f"write_backs_are_waited_for: {text}" for text in write_backs_are_waited_for(function)]
+    rules = (write_backs_are_waited_for, halves_alike)
+    found = [f"{rule.__name__}: {text}" for rule in rules for text in rule(function)]
     if "record_fault" in function.name:
         found += [f"fault_record: {text}" for text in fault_record(function)]
     return found

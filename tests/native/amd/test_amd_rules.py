@@ -126,6 +126,21 @@ def test_polls_that_are_waited_for_one_by_one() -> None:
     assert any("expected 6" in text for text in rules.polls_in_flight(pairs, of_four))
 
 
+def test_a_half_without_a_scope() -> None:
+    upper = "global_load_dwordx2 v[4:5], v[2:3], off offset:8 sc0 sc1"
+    for pair in ((POLL, upper), (upper.replace("8 sc", "-8 sc"), POLL), (POLL, "v_mov", upper)):
+        assert list(rules.halves_alike(kernel(*pair, END))) == []
+        for plain in range(len(pair)):
+            lines = [
+                line.replace(" sc0 sc1", "") if i == plain else line for i, line in enumerate(pair)
+            ]
+            expected = lines[plain] != pair[plain]
+            assert bool(list(rules.halves_alike(kernel(*lines, END)))) == expected
+    # A load of 8 bytes of ordinary memory.
+    other = "global_load_dwordx2 v[4:5], v[6:7], off"
+    assert list(rules.halves_alike(kernel(POLL, WAIT, other, END))) == []
+
+
 def test_narrow_scopes() -> None:
     counter = "global_atomic_add_x2 v2, v[0:1], s[6:7] offset:16"
     assert list(rules.scopes(kernel(counter, PUSH, END), VARIANT)) == []

@@ -271,6 +271,7 @@ class CodeObject:
     """A code object in this process's memory.
 
     Attributes:
+        path: Its file.
         lines: Its instructions.
         image: Its bytes as they are loaded; kernels read constants from there.
         base: The address of the image.
@@ -278,6 +279,7 @@ class CodeObject:
 
     def __init__(self, path: pathlib.Path, cpu: str) -> None:
         """Loads a code object for `cpu`, for example `gfx942`."""
+        self.path = path
         self.lines = disassemble(path, cpu)
         raw = path.read_bytes()
         program_at, section_at = struct.unpack_from("<QQ", raw, 0x20)

@@ -1,8 +1,8 @@
 """Defects that the emulator must notice: in machine code, in the sources, and in its own memory.
 
 Edits of machine code remove every wait, barrier, scope, write-back and invalidation that a case
-runs, one at a time. Some of them are not needed for the emulator's memory; `rules` of the package
-above requires those. Faults of the sources are switches of `csrc/protocol/fault_switch.h`.
+runs, one at a time. Some of them are not needed for the emulator's memory; the rules over machine
+code require those. Faults of the sources are switches of `csrc/protocol/fault_switch.h`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+
+from native.amd.disassembly import Function, Instruction, disassemble
+from native.amd.mutants import complaints_of
+from native.sass.kernels import Variant
 
 from .calls import Call, loaded
 from .cases import GFX942, Case, slices, streams
@@ -106,6 +110,35 @@ def noticed_edit(case: Case, edit: Edit) -> str:
         return found
     found = noticed(case, edit=functools.partial(edited, edit), caches_workspaces=True)
     return f"{found}, if workspaces are cached" if found else ""
+
+
+def reported_edit(case: Case, edit: Edit) -> bool:
+    """Returns whether a rule over machine code reports an edit."""
+    variant = _kernel(case)
+    changes = {address: (name, operands) for address, name, operands in edit.changes}
+
+    def changed(found: Instruction) -> Instruction:
+        if found.address not in changes:
+            return found
+        opcode, operands = changes[found.address]
+        return dataclasses.replace(found, opcode=opcode, operands=operands)
+
+    functions = [
+        dataclasses.replace(function, instructions=tuple(map(changed, function.instructions)))
+        for function in _disassembled(variant, case.cpu)
+    ]
+    return bool(complaints_of(functions, variant))
+
+
+@functools.cache
+def _kernel(case: Case) -> Variant:
+    (variant,) = case.run(Settings(seed=1)).kernels
+    return variant
+
+
+@functools.cache
+def _disassembled(variant: Variant, cpu: str) -> list[Function]:
+    return disassemble(loaded(variant, cpu).path)
 
 
 def edited(edit: Edit, code: CodeObject) -> CodeObject:

@@ -116,17 +116,19 @@ def run_shapes(seeds: Seeds = 2, part: Part = "1/1") -> None:
 @app.command(name="mutants")
 def run_mutants() -> None:
     """Tries every defect, and prints what notices each."""
-    table = Table("defect", "noticed by", "number")
+    table = Table("defect", "noticed by", "reported by rules", "number")
     for case in REUSED:
         counts = Counter(
-            (edit.kind, mutants.noticed_edit(case, edit)) for edit in mutants.edits_of_case(case)
+            (edit.kind, mutants.noticed_edit(case, edit), mutants.reported_edit(case, edit))
+            for edit in mutants.edits_of_case(case)
         )
-        for (kind, how), number in sorted(counts.items()):
-            table.add_row(f"{case.name}: {kind} removed", how or "nothing here", str(number))
+        for (kind, how, reported), number in sorted(counts.items()):
+            what = f"{case.name}: {kind} removed"
+            table.add_row(what, how or "nothing here", "yes" if reported else "no", str(number))
     unnoticed = []
     for fault in mutants.FAULTS:
         how = mutants.noticed(fault.case, faults=(fault.name,))
-        table.add_row(fault.name, how or "nothing", "1")
+        table.add_row(fault.name, how or "nothing", "", "1")
         unnoticed += [] if how else [fault.name]
     console.print(table)
     if unnoticed:

@@ -42,6 +42,16 @@ def test_edits_are_noticed(edits: dict[str, list[mutants.Edit]], kind: str) -> N
 
 
 @pytest.mark.slow
+def test_missing_scopes_of_loads_are_reported_by_rules(
+    edits: dict[str, list[mutants.Edit]],
+) -> None:
+    found = [mutants.reported_edit(ONE_SHOT, edit) for edit in edits["scope of a load"]]
+    # One load reads the failure mark of this GPU's own blocks.
+    assert found.count(False) == 1
+    assert found.count(True) >= 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK_FAULTS)
 def test_faults_of_the_sources_are_noticed(name: str) -> None:
     (fault,) = (fault for fault in mutants.FAULTS if fault.name == name)
