@@ -276,7 +276,11 @@ inline FusedParams exchange_params(const AllnormCommConfig& config, const Allnor
 // only in kernels whose clusters may have no row.
 inline PrefetchParams prefetch_params(const AllnormCall& call, int64_t first_row) {
   constexpr int64_t kMost = int64_t{1} << 31;
-  if (first_row != 0 || call.prefetch_bytes == 0 || call.algorithm != ALLNORM_ONE_SHOT) return {};
+  // The kernels of GPUs that cannot prefetch do not expect blocks without a row.
+  if (!kPrefetches || first_row != 0 || call.prefetch_bytes == 0 ||
+      call.algorithm != ALLNORM_ONE_SHOT) {
+    return {};
+  }
   const auto begin = reinterpret_cast<uintptr_t>(call.prefetch);
   const uintptr_t first = (begin + kPackBytes - 1) / kPackBytes * kPackBytes;
   const uintptr_t end = begin + static_cast<uintptr_t>(std::min(call.prefetch_bytes, kMost));

@@ -476,14 +476,12 @@ TEST(alignment) {
 AllnormCall stream_call(Rank& rank, int64_t num_tokens, int64_t hidden_size) {
   AllnormCall call = rank.norm(nullptr, num_tokens, hidden_size);
   call.op = ALLNORM_HYPER_CONNECTION;
-  call.eps = 0;
   call.weight = call.out = nullptr;
   call.num_streams = 4;
   call.stream_stride = call.stream_out_stride = hidden_size;
   call.residual_stride = call.residual_out_stride = 4 * hidden_size;
-  call.post = reinterpret_cast<const float*>(Rank::tensor(5));
-  call.mix = reinterpret_cast<const float*>(Rank::tensor(6));
-  call.post_stride = 4, call.mix_stride = 16;
+  call.post = call.mix = reinterpret_cast<const float*>(Rank::tensor(5));
+  call.post_stride = call.mix_stride = 16;
   return call;
 }
 
@@ -503,7 +501,7 @@ AllnormCall slice_call(int64_t num_tokens, int64_t local_size) {
   return call;
 }
 
-TEST(slices_and_streams) {
+TEST(slices_streams_and_prefetch) {
   using Kind = KernelKind;
   fake::reset();
   Rank rank;
@@ -526,11 +524,14 @@ TEST(slices_and_streams) {
   call = stream_call(rank, 3, 7168);
   check(rank.run(call) == (kHasClusters ? ALLNORM_OK : ALLNORM_UNSUPPORTED) &&
             (kHasClusters || error_has("residual streams")),
-        "wide streams: %s", allnorm_last_error());
+        "wide: %s", allnorm_last_error());
   check((allnorm_rows_per_chunk(2, kBytes, &call) > 0) == kHasClusters,
         "the caller does not learn that wide streams cannot run");
-  check_launched(allnorm_local(&call), Kind::kLocalStreams, "wide local streams");
-  check(rank.run(nullptr) == ALLNORM_OK, "a refusal of all ranks broke the communicator");
+  // Only GPUs that can prefetch launch blocks without rows.
+  call = rank.norm(nullptr, 3);
+  call.prefetch = Rank::tensor(7), call.prefetch_bytes = 1 << 20;
+  check(rank.run(call) == ALLNORM_OK && (launches().back().num_blocks > 4) == kPrefetches,
+        "prefetch: %u blocks", launches().back().num_blocks);
 }
 
 // ---- exchanges between islands
