@@ -11,6 +11,11 @@ import sys
 import pytest
 from limits import HANG_SECONDS
 
+from native.sass.kernels import all_variants, variant_of
+
+from .disassembly import disassemble
+from .rules import complaints, complaints_of_callee
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
 FAKE = "fake_cuda/fake.cpp fake_cuda/streams.cpp fake_hip/only_hip.cpp fake_hip/loaded.cpp"
@@ -148,19 +153,48 @@ def test_host_code_loads_beside_the_runtime_of_the_process(
 def test_built_library_launches_kernels_that_its_code_objects_contain(
     runtime: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    objdump = shutil.which("llvm-objdump-22")
-    if not BUILT.exists() or objdump is None:
-        pytest.skip("needs `make HIP=on inplace` and llvm-objdump-22")
+    codes = code_objects(tmp_path)
     for capability in (94, 95):
         launched, count, *registered = lines_of(runtime, BUILT, capability)
         assert launched in registered
         assert len(registered) == int(count) > 100
-    copy = shutil.copy(BUILT, tmp_path)
-    subprocess.run([objdump, "--offloading", copy], check=True, cwd=tmp_path, capture_output=True)
-    for target in ("gfx942", "gfx950"):
+    for target, files in codes.items():
         symbols = ""
-        for code in tmp_path.glob(f"*{target}"):
-            done = subprocess.run([objdump, "--syms", code], check=True, capture_output=True)
+        for code in files:
+            done = subprocess.run([objdump(), "--syms", code], check=True, capture_output=True)
             symbols += done.stdout.decode()
         names = set(symbols.split())
-        assert names.issuperset(registered), sorted(set(registered) - names)[:3]
+        assert names.issuperset(registered), (target, sorted(set(registered) - names)[:3])
+
+
+@pytest.mark.long  # a minute
+def test_every_kernel_of_the_built_library_follows_the_rules(tmp_path: pathlib.Path) -> None:
+    for target, files in code_objects(tmp_path).items():
+        checked, wrong = set(), []
+        for function in (function for code in files for function in disassemble(code)):
+            variant = variant_of(function.name)
+            if variant is not None:
+                checked.add(variant)
+                wrong += complaints(function, variant)
+            elif function.needs is None:
+                wrong += complaints_of_callee(function)
+        assert checked == all_variants(wide=True), target
+        assert wrong == [], target
+
+
+def objdump() -> str:
+    path = shutil.which("llvm-objdump-22")
+    if path is None:
+        pytest.skip("needs llvm-objdump-22")
+    return path
+
+
+def code_objects(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
+    """Returns the code objects of the built library, by target."""
+    if not BUILT.exists():
+        pytest.skip("needs `make HIP=on inplace`")
+    copy = shutil.copy(BUILT, folder)
+    command = [objdump(), "--offloading", copy]
+    subprocess.run(command, check=True, cwd=folder, capture_output=True)
+    targets = ("gfx942", "gfx950")
+    return {target: list(folder.glob(f"*{target}")) for target in targets}
