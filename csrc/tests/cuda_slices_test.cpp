@@ -34,7 +34,7 @@ int launch_slices(shim::Machine& machine, const AllnormCommConfig& config, Slice
     for (int i = 0; i < params.num_slices; ++i) widest = std::max(widest, params.slices[i].packs);
     // Smaller blocks than on a GPU, whose threads have more packs each. Full ones would take too
     // many fibers. ThreadSanitizer has memory for even fewer.
-    static constexpr int kThreads[] = {64, 96, 160};
+    static constexpr int kThreads[] = {2 * kWaveLanes, 3 * kWaveLanes, 160};
     const int most = kThreads[random.below(shim::watched() ? 2 : 3)];
     machine.launch(config.rank,
                    {.num_blocks = static_cast<uint32_t>(
@@ -172,9 +172,10 @@ TEST(accesses) {
     const AllnormCall call = of.of_rank(static_cast<int>(rank));
     const SlicesParams params =
         fused_slices_params(group.configs[rank], call, 0, 1, &group.faults[rank]);
-    machine.launch(static_cast<int>(rank), {.num_blocks = 2, .num_threads = 64, .kernel = [params] {
-                                              slices_kernel<SlicesKernel<Bfloat16>>(params);
-                                            }});
+    machine.launch(static_cast<int>(rank),
+                   {.num_blocks = 2, .num_threads = 2 * kWaveLanes, .kernel = [params] {
+                      slices_kernel<SlicesKernel<Bfloat16>>(params);
+                    }});
   }
   run_to_end(machine, "accesses", 1);
   shim::trace(nullptr);
