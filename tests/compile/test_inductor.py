@@ -236,7 +236,7 @@ def test_keys(rank: int, world_size: int) -> None:
     assert make().uuid() == make().uuid()
     with allnorm.Communicator(device=device()) as other:
         seen = [make(), make(c), make(other), make(c, all_reduce_ops=["my::all_reduce"])]
-        seen.append(make(c, approximate_quant=True))
+        seen += [make(c, approximate_quant=True), make(c, approximate_streams=True)]
         assert len({fusion.uuid() for fusion in seen}) == len(seen)
         without = make().uuid()
     assert make().uuid() != without, "the key is the same for a different set of communicators"

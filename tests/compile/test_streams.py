@@ -190,9 +190,9 @@ def wanted(fn: Any, inputs: Inputs, ranks: int) -> Tensor:
     return reference.all_reduce_hyper_connection(xs, r, connection)
 
 
-def fused(module: GraphModule, given: list[Tensor], sites: int = 1) -> Any:
+def fused(module: GraphModule, given: list[Tensor], sites: int = 1, **options: Any) -> Any:
     """Fuses a graph, checks the report, and returns the result."""
-    report = fuse(module, [t.clone() for t in given], comm())
+    report = fuse(module, [t.clone() for t in given], comm(), **options)
     module.graph.lint()
     assert [site.boundary for site in report.fused] == [
         f"{given[1].shape[-2]} residual streams"
@@ -367,6 +367,26 @@ MISSED: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
 def test_missed(rank: int, world_size: int, name: str) -> None:
     fn, inputs, reason = MISSED[name]
     check_missed(symbolic_trace(fn), inputs.make(rank), reason, communicator=comm())
+
+
+@on(cpu=(2,))
+@pytest.mark.parametrize("name", long("as_in_transformers", "rounded_mix", short=("rounded_mix",)))
+def test_approximate(rank: int, world_size: int, name: str) -> None:
+    """Tests that parts that the graph rounds are added without rounding, where that is allowed."""
+    fn, inputs, _ = MISSED[name]
+    given = inputs.make(rank)
+    expected = symbolic_trace(fn)(*given)
+    actual = fused(symbolic_trace(fn), given, approximate_streams=True)
+    _, r, post, mix = given
+    if fn is as_in_transformers:
+        post, mix = post.to(bf16).float(), mix.to(bf16).float().mT
+    else:
+        mix = mix.to(bf16).float()
+    xs = [inputs.make(other)[0] for other in range(world_size)]
+    connection = allnorm.HyperConnection(post, mix)
+    assert_same_bits(actual, reference.all_reduce_hyper_connection(xs, r, connection), name)
+    parts = xs[0].float().abs().amax() * 2 + r.float().abs().amax() * 4
+    assert float((actual.float() - expected.float()).abs().max()) <= float(parts) * 2.0**-8
 
 
 # ---- models --------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def fuse(
     all_reduce_groups: Collection[str] = (),
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     approximate_quant: bool = False,
+    approximate_streams: bool = False,
 ) -> FusionReport:
     """Fuses each all-reduce in a graph with the residual add and RMSNorm after it, where possible.
 
@@ -50,9 +51,9 @@ def fuse(
 
     A site is fused only if one of the rounding modes reproduces the graph's operations, including
     PyTorch's roundings in eager mode. Only the order of additions in the mean square and the last
-    bit of the reciprocal root may differ, and the roundings of a mean square that the graph divides
-    more than once. With `approximate_quant`, a few FP8 elements may
-    differ too.
+    bit of the reciprocal root may differ, the order in which residual streams are added, and the
+    roundings of a mean square that the graph divides more than once. With `approximate_quant`,
+    a few FP8 elements may differ too; with `approximate_streams`, elements of residual streams.
 
     Args:
         graph_module: the graph. It is changed in place, and recompiled if anything was fused.
@@ -79,6 +80,10 @@ def fuse(
             the adjacent FP8 number if its quotient is within one float32 ulp of the midpoint. Rows
             or groups with no value above 1 / 512 get a smaller scale, and more precise elements.
             All other scales stay the same.
+        approximate_streams: also fuses hyper-connections that round a part of the new streams to 16
+            bits before they add it to the other part. The fused call rounds only the sum. An
+            element differs by the roundings that are omitted, each of which is at most half a unit
+            in the last place of the part.
 
     Returns:
         The report: every reduction, fused or missed, and why it was missed.
@@ -103,6 +108,7 @@ def fuse(
         frozenset(all_reduce_groups),
         by_name(decompositions or {}),
         approximate_quant,
+        approximate_streams,
     )
     sites: list[Site] = []
     inputs: dict[GraphModule, Sequence[Any] | None] = {graph_module: example_inputs}
@@ -145,6 +151,7 @@ class _Options:
     all_reduce_groups: frozenset[str]
     decompositions: Decompositions
     approximate_quant: bool
+    approximate_streams: bool
 
 
 def check_communicator(communicator: object) -> None:
@@ -330,7 +337,11 @@ def _match(
     why: str,
 ) -> None:
     """Stores each reduction's match or reason; `why` is passed to `Matcher.match`."""
-    matcher = Matcher(values, approximate_quant=options.approximate_quant)
+    matcher = Matcher(
+        values,
+        approximate_quant=options.approximate_quant,
+        approximate_streams=options.approximate_streams,
+    )
     for one in found:
         try:
             _check_group(one.before, options.all_reduce_groups)

@@ -36,6 +36,7 @@ def inductor_pass(
     all_reduce_groups: Collection[str] = (),
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     approximate_quant: bool = False,
+    approximate_streams: bool = False,
 ) -> CustomGraphPass:
     """Returns a pass that applies `fuse` to Inductor's graphs.
 
@@ -56,6 +57,7 @@ def inductor_pass(
             nothing but numbers, strings, dtypes, tuples of these, PyTorch and Python modules, and
             functions with the same restriction. Otherwise no cache key can describe the function.
         approximate_quant: as for `fuse`.
+        approximate_streams: as for `fuse`.
 
     Returns:
         A `torch._inductor.custom_graph_pass.CustomGraphPass`. Its `reports` list has one
@@ -73,6 +75,7 @@ def inductor_pass(
         "all_reduce_groups": frozenset(all_reduce_groups),
         "decompositions": dict(decompositions or {}),
         "approximate_quant": approximate_quant,
+        "approximate_streams": approximate_streams,
     }
     return _pass_class()(communicator, options)
 
@@ -122,6 +125,7 @@ def _pass_class() -> Any:
                 tuple(sorted(self.options["all_reduce_groups"])),
                 described,
                 self.options["approximate_quant"],
+                self.options["approximate_streams"],
             )
 
     return FusionPass

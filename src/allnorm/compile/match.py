@@ -35,9 +35,16 @@ _MAX_HIDDEN_SIZE = (1 << 20) - 1
 class Matcher:
     """Finds fused calls for the reductions in a graph, given the graph's expressions."""
 
-    def __init__(self, values: Values, *, approximate_quant: bool = False) -> None:
+    def __init__(
+        self,
+        values: Values,
+        *,
+        approximate_quant: bool = False,
+        approximate_streams: bool = False,
+    ) -> None:
         self._values = values
         self._approximate = approximate_quant
+        self._approximate_streams = approximate_streams
         self._norms = find_norms(values.algebra)
         self._accepted: list[Fused] = []
         self._claimed: dict[Value, Node] = {}
@@ -75,7 +82,10 @@ class Matcher:
                 match.note = match.note or place_experts(self._values, match)
             return match
         if not reduction.scatters:
-            found = find_streams(self._values, reduction, reduced, dtype, self._accepted)
+            found = find_streams(
+                *(self._values, reduction, reduced, dtype, self._accepted),
+                approximate=self._approximate_streams,
+            )
             if found is not None:
                 return found
         if reduction.scatters and first is None:

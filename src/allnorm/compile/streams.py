@@ -55,9 +55,17 @@ _Accepts = Callable[[Node, Tensor], bool]
 
 
 def find_streams(
-    values: Values, reduction: Reduction, reduced: Value, dtype: torch.dtype, accepted: list[Fused]
+    values: Values,
+    reduction: Reduction,
+    reduced: Value,
+    dtype: torch.dtype,
+    accepted: list[Fused],
+    *,
+    approximate: bool = False,
 ) -> Match | None:
     """Returns the fused call of a hyper-connection; None if nothing after the reduction is one.
+
+    With `approximate`, the graph may round parts of the new streams before it adds them.
 
     Raises:
         Missed: the graph has a hyper-connection that no fused call computes.
@@ -68,7 +76,8 @@ def find_streams(
         if shape is None or shape.dim() < 2:
             continue
         try:
-            reader = _Reader(values, shape, (reduced, stored32(reduced, values.algebra, dtype)))
+            held = (reduced, stored32(reduced, values.algebra, dtype))
+            reader = _Reader(values, shape, held, approximate)
             for candidate in reader.candidates(reduction, dtype, product, total):
                 try:
                     return _fit(values, candidate, accepted)
@@ -132,8 +141,14 @@ def _is_float(_: Node, tensor: Tensor) -> bool:
 class _Reader:
     """Reads the operands of one sum, whose shape is [..., streams, hidden_size]."""
 
-    def __init__(self, values: Values, total: Tensor, held: tuple[Value, Value | None]) -> None:
-        self._values = values
+    def __init__(
+        self,
+        values: Values,
+        total: Tensor,
+        held: tuple[Value, Value | None],
+        approximate: bool,
+    ) -> None:
+        self._values, self._dtype, self._approximate = values, total.dtype, approximate
         self._reduced, self._held = held[0], held
         *self._tokens, self._streams, self._hidden = total.shape
 
@@ -163,7 +178,9 @@ class _Reader:
                 tensor = self._values.shapes.of(residual)
                 assert tensor is not None
                 value = self._values.held[total]
-                summed = rounded(value, self._values.algebra, tensor.dtype)
+                summed: Value | None = value if self._dtype == tensor.dtype else None
+                if self._dtype == torch.float32 != tensor.dtype:
+                    summed = rounded(value, self._values.algebra, tensor.dtype)
                 if summed is None or not summed.holders:
                     continue
                 is_rounded = True
@@ -192,7 +209,8 @@ class _Reader:
             if mixed is not None:
                 is_mixed = True
                 mix, streams, arithmetic = mixed
-                self._check_roundings((product, *arithmetic, total))
+                if not self._approximate:
+                    self._check_roundings((product, *arithmetic, total))
                 yield mix, streams.source
         if is_mixed:
             return
@@ -213,7 +231,7 @@ class _Reader:
             if tensor is not None and tensor.dtype != torch.float32:
                 raise Missed(
                     f"{node} rounds a part of the new streams to {tensor.dtype}: the fused call "
-                    "computes in float32 and rounds once"
+                    "computes in float32 and rounds once. Pass approximate_streams=True to fuse it"
                 )
 
     # ---- products -------------------------------------------------------------------------------
