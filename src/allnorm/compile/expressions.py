@@ -105,6 +105,7 @@ class Algebra:
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Value] = {}
         self._by_op: dict[str, list[Value]] = {}
+        self._columns: dict[tuple[Value, int], Value | None] = {}
         self._count = 0
 
     def all_of(self, op: str) -> list[Value]:
@@ -188,6 +189,12 @@ class Algebra:
 
     def column(self, value: Value, index: int) -> Value | None:
         """Returns one column of an expression of `columns`; None if it is no such expression."""
+        # Kept, because an expression that is used twice at each of many steps has many paths.
+        if (value, index) not in self._columns:
+            self._columns[value, index] = self._column(value, index)
+        return self._columns[value, index]
+
+    def _column(self, value: Value, index: int) -> Value | None:
         if value.op == "const":
             return value
         if value.op == "columns":
