@@ -190,7 +190,7 @@ GUIDES = {
     ),
     "sglang.md": (
         ("h200x2-sglang-qwen3-3.jsonl", "e51cae6", INSTALLED),
-        ("h100x2-sglang-8b.jsonl", "4b24109", ALONE),
+        ("h200x2-sglang-qwen3-3.jsonl", "88c0358", INSTALLED),
     ),
 }
 
