@@ -18,5 +18,5 @@ def dynamic_metadata(field: str, settings: Mapping[str, Any], *_: Any) -> dict[s
     return {
         "Repository": address,
         "Issues": f"{address}/issues",
-        "Changelog": f"{address}/blob/main/docs/changelog.md",
+        "Changelog": f"{address}/blob/main/CHANGELOG.md",
     }
