@@ -145,7 +145,8 @@ def used_communicator(
     """
     for _ in range(5):
         c, in_time = None, False
-        with contextlib.suppress(allnorm.PeerTimeoutError):
+        # Not only PeerTimeoutError: if a peer gives up, a constructor raises AllnormError.
+        with contextlib.suppress(allnorm.AllnormError):
             c = create(timeout=timeout, **{"device": device(), **arguments})
             for call in calls:
                 call(c)
