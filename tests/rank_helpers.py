@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import hashlib
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import allnorm
 from allnorm import names, reference
 from allnorm.testing import RankPool, gather
+from allnorm.testing.in_time import used_communicators
 from allnorm.testing.rank import device
 from allnorm.verify.calls import can_run, run_cases
 from allnorm.verify.case import Case, Experts
@@ -138,25 +138,14 @@ def used_communicator(
     create: Callable[..., allnorm.Communicator] = allnorm.Communicator,
     **arguments: Any,
 ) -> allnorm.Communicator:
-    """Returns a communicator that has run these calls.
+    """Returns a communicator with a short timeout that has run these calls; see in_time.py."""
 
-    On a busy machine a call, or the constructor, may exceed a short timeout. If one does, every
-    rank tries again.
-    """
-    for _ in range(5):
-        c, in_time = None, False
-        # Not only PeerTimeoutError: if a peer gives up, a constructor raises AllnormError.
-        with contextlib.suppress(allnorm.AllnormError):
-            c = create(timeout=timeout, **{"device": device(), **arguments})
-            for call in calls:
-                call(c)
-            in_time = True
-        if all(gather(in_time)):
-            assert c is not None
-            return c
-        if c is not None:
-            c.close()
-    raise AssertionError(f"5 communicators failed with a timeout of {timeout} s")
+    def prepare(made: list[allnorm.Communicator]) -> None:
+        made.append(create(timeout=timeout, **{"device": device(), **arguments}))
+        for call in calls:
+            call(made[0])
+
+    return used_communicators(prepare)[0]
 
 
 def check_cases(rank: int, world_size: int, cases: list[Case], **arguments: Any) -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import allnorm
 from allnorm import reference
-from allnorm.errors import AllnormError, PeerDivergedError, PeerTimeoutError
+from allnorm.errors import PeerDivergedError, PeerTimeoutError
 from allnorm.islands import Islands, of_size
 from allnorm.names import BETWEEN_ISLANDS
 from allnorm.testing import (
@@ -34,6 +34,7 @@ from allnorm.testing import (
     same_bits,
     shared_input,
 )
+from allnorm.testing.in_time import used_communicators
 from allnorm.verify.case import Case, Results
 from allnorm.verify.unlike_norms import squares_of
 
@@ -44,7 +45,6 @@ _WORKSPACE_BYTES = 4 << 20
 # Repeated calls alternate between these inputs, so that stale memory does not look like a result.
 _IN_TURN = (0, 1)
 _GOOD_CALLS = 3
-_ATTEMPTS = 5
 _LATE_SECONDS = 5.0  # how long after the timeout a fault counts as unnoticed
 _POLL_SECONDS = 1e-3
 _KILL_AFTER_SECONDS = 0.2  # how long a rank makes calls before it is killed
@@ -288,9 +288,14 @@ def provoke(
     timeout = datetime.timedelta(seconds=timeout_s)
     _kept.clear()
     islands = of_size(island_size, world_size)
-    comms = _used_communicators(
-        1 + (fault == _ELSEWHERE), call, lambda: _communicator(where, timeout, islands=islands)
-    )
+
+    def prepare(made: list[allnorm.Communicator]) -> None:
+        number = 1 + (fault == _ELSEWHERE)
+        made.extend(_communicator(where, timeout, islands=islands) for _ in range(number))
+        if not all(_is_right(made[0], call, good) for good in range(_GOOD_CALLS)):
+            raise RuntimeError(f"a call gave wrong results before the fault: {call}")
+
+    comms = used_communicators(prepare)
     comm = comms[0]
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
@@ -320,35 +325,6 @@ def _communicator(
     islands: str | Islands = "auto",
 ) -> allnorm.Communicator:
     return allnorm.Communicator(group, where, _WORKSPACE_BYTES, timeout=timeout, islands=islands)
-
-
-def _used_communicators(
-    number: int, call: Case, create: Callable[[], allnorm.Communicator]
-) -> list[allnorm.Communicator]:
-    """Returns communicators, the first of which has made correct calls. Collective.
-
-    On a busy machine a constructor or a call may exceed a short timeout. If one does on any rank,
-    every rank tries again.
-    """
-    for _ in range(_ATTEMPTS):
-        comms: list[allnorm.Communicator] = []
-        late, is_right = "", True
-        try:
-            comms.extend(create() for _ in range(number))
-            is_right = all(_is_right(comms[0], call, good) for good in range(_GOOD_CALLS))
-        except AllnormError as error:  # a timeout, or a peer's that ended the constructor
-            late = str(error)
-        lates: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(lates, late)
-        if not is_right:
-            raise AllnormError(f"a call gave wrong results before the fault: {call}")
-        if not any(lates):
-            return comms
-        for one in comms:
-            one.close()
-    raise AllnormError(
-        f"{_ATTEMPTS} attempts timed out before the fault: {next(filter(None, lates))}"
-    )
 
 
 def _commit(fault: str, comms: list[allnorm.Communicator], call: Case) -> None:
