@@ -140,7 +140,7 @@ def layers(x: Any, r: Any, post: Any, mix: Any) -> Any:
     return r
 
 
-# Whether mix[..., i, j] is the factor of the old stream i, in the form's argument.
+# The forms that multiply the old stream i by mix[..., i, j]; in the others it is stream j.
 SWAPPED = {published, transposed, transposed_property, batched, einsum_transposed}
 SWAPPED |= {rounded_factors, in_place, kept_in_float32}
 FORMS: dict[str, tuple[Callable[..., Any], Inputs]] = {

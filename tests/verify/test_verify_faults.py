@@ -39,7 +39,7 @@ def test_faults_are_noticed_and_named(
 ) -> None:
     rows = faults.run(world_size, "cpu", 0.7, words, island_size=island_size)
     assert len(rows) >= (4 if island_size else 3)
-    assert all(any(word in row["fault"] for row in rows) for word in words), "a word is in no fault"
+    assert all(any(word in row["fault"] for row in rows) for word in words), "a word chose no fault"
     for row in rows:
         assert not row["problems"], (row["fault"], row["algorithm"], row["problems"])
         assert f"names rank {world_size - 1}" in row["saw"]

@@ -30,13 +30,12 @@ from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import FLOATS, HALF, elems, same_shape, static_size
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import argument, operation, written
-
-_STREAMS = range(2, 9)
+from allnorm.core.checks import STREAMS
 
 
 @dataclass(frozen=True)
 class _Read:
-    """How a tensor of the graph shows the elements of `source`.
+    """A tensor of the graph, described as a view or an exact conversion of `source`.
 
     Attributes:
         leading: number of dimensions that count tokens; they come first.
@@ -71,12 +70,12 @@ def find_streams(
         Missed: the graph has a hyper-connection that no fused call computes.
     """
     first: Missed | None = None
-    for product, total in _totals(values, reduced, dtype):
+    held = (reduced, stored32(reduced, values.algebra, dtype))
+    for product, total in _totals(held):
         shape = values.shapes.of(total)
         if shape is None or shape.dim() < 2:
             continue
         try:
-            held = (reduced, stored32(reduced, values.algebra, dtype))
             reader = _Reader(values, shape, held, approximate)
             for candidate in reader.candidates(reduction, dtype, product, total):
                 try:
@@ -90,9 +89,8 @@ def find_streams(
     return None
 
 
-def _totals(values: Values, reduced: Value, dtype: torch.dtype) -> Iterator[tuple[Node, Node]]:
+def _totals(held: tuple[Value, Value | None]) -> Iterator[tuple[Node, Node]]:
     """Yields each sum of a product with the reduced tensor, as (product, sum)."""
-    held = (reduced, stored32(reduced, values.algebra, dtype))
     holders = [node for value in held if value is not None for node in value.holders]
     for product in _users(holders):
         if operation(product) in _PRODUCTS and not written(product):
@@ -169,7 +167,7 @@ class _Reader:
                 continue
             post, given = found
             count = self._values.shapes.in_example(self._streams)
-            if count not in _STREAMS:
+            if count not in STREAMS:
                 raise Missed(f"{total} adds to {count} residual streams: expected 2 to 8")
             nodes = (*given.nodes, product, *injected.nodes, total)
             held = (*self._held, *(self._values.held[node] for node in nodes))

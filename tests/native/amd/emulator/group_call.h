@@ -1,5 +1,4 @@
-// What all kinds of calls for the emulator have in common: their description, and the description
-// of a launch.
+// Definitions shared by all kinds of emulator calls: the description of a call and of a launch.
 #pragma once
 
 #include <cstring>
@@ -89,7 +88,7 @@ class GroupCall {
  public:
   virtual ~GroupCall() = default;
   virtual const AllnormCall& call() const = 0;
-  // Whether the call is local: it has one rank and no exchange.
+  // True for a local call, which has one rank and no exchange.
   virtual bool is_local() const = 0;
   virtual void give(const Give& give) const = 0;
   virtual int num_launches() const = 0;
