@@ -91,7 +91,8 @@ class RowCall : public GroupCall {
     const char* const kind = kind_of(few, parts > 1);
     const bool is_owned = std::strncmp(kind, "owned", 5) == 0;
     if (is_owned) reserve_for_owners(params.fused, config, call, count);
-    info->num_blocks = choose_num_blocks(count, 1, op_.num_blocks, 1);
+    const int64_t units = choose_num_units(count, 1, params.fused.prefetch.bytes, op_.num_blocks);
+    info->num_blocks = choose_num_blocks(units, 1, op_.num_blocks, 1);
     info->num_threads = threads_of(params.fused.packs, parts);
     set_launch(info, kind, params, is_owned ? sizeof(OwnedRowsParams) : sizeof(FusedParams));
   }
@@ -135,6 +136,9 @@ class RowCall : public GroupCall {
       call.flags |= ALLNORM_ISLAND_SUMS;
       call.num_sources = spec.islands;
     }
+    static const Pack kNextWeight[1] = {};  // the emulator refuses accesses: see give()
+    call.prefetch = spec.prefetch_bytes > 0 ? kNextWeight : nullptr;
+    call.prefetch_bytes = spec.prefetch_bytes;
     static const float kGlobal = 70.0f, kPlace = 1.0f;
     if (spec.quant == ALLNORM_QUANT_NVFP4) call.global_scale = &kGlobal;
     if (spec.post_norm != 0) {
