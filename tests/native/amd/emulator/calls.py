@@ -46,7 +46,7 @@ class _Spec(ctypes.Structure):
         ("num_tokens", ctypes.c_int64),
         ("hidden_size", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in (
-            "values", "sources", "streams", "islands", "num_slices", "prefetch_bytes",
+            "values", "sources", "streams", "islands", "num_slices", "prefetch",
         )),
         ("slices", ctypes.c_int64 * MOST_SLICES),
     )  # fmt: skip
@@ -96,8 +96,7 @@ class Call:
         streams: Residual streams of HYPER_CONNECTION.
         slices: Sizes of the tensors' slices of RMS_NORM_SHARDED.
         islands: If not 0, the rows are sums of so many islands.
-        prefetch_bytes: If not 0, the call asks to prefetch so many bytes of memory that no kernel
-            may access.
+        prefetch: Whether the call names a next weight to prefetch, which no kernel may access.
     """
 
     rows: int = 1
@@ -122,7 +121,7 @@ class Call:
     streams: int = 0
     slices: tuple[int, ...] = ()
     islands: int = 0
-    prefetch_bytes: int = 0
+    prefetch: bool = False
 
     def _spec(self) -> _Spec:
         dtype = DTYPES.index(self.dtype)
@@ -149,7 +148,7 @@ class Call:
             streams=self.streams,
             islands=self.islands,
             num_slices=len(self.slices),
-            prefetch_bytes=self.prefetch_bytes,
+            prefetch=self.prefetch,
             slices=self.slices,
         )
 

@@ -103,7 +103,7 @@ SHORT = (
     Case("many_operations", GFX942, 2, tuple(Call(1 + n % 3, 64) for n in range(40))),
     Case("late", GFX942, 2, (Call(3, 512), Call(3, 512), Call(3, 512)), late=(1,)),
     Case("one_shot_8", GFX942, 8, (Call(1, 4096), Call(4, 2880, values="nasty"))),
-    Case("prefetch", GFX942, 2, tuple(Call(1 + n % 3, 4096, num_blocks=4, prefetch_bytes=1 << 20)
+    Case("prefetch", GFX942, 2, tuple(Call(1 + n % 3, 4096, num_blocks=4, prefetch=True)
                                       for n in range(4))),
     Case("late_8", GFX942, 8, (Call(2, 1024), Call(2, 1024)), late=(0, 5)),
     Case("two_shot_8", GFX942, 8, (Call(2, 4096, algorithm=1), Call(5, 2880, algorithm=1))),

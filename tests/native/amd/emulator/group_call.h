@@ -30,12 +30,12 @@ struct Spec {
   int32_t num_blocks;
   int64_t num_tokens;
   int64_t hidden_size;
-  int32_t values;          // Values
-  int32_t sources;         // of a local call, which has no exchange; 0: the call exchanges rows
-  int32_t streams;         // of HYPER_CONNECTION
-  int32_t islands;         // of ISLAND_SUMS: islands whose sums are added
-  int32_t num_slices;      // of RMS_NORM_SHARDED
-  int32_t prefetch_bytes;  // of memory that no kernel for AMD GPUs may access
+  int32_t values;      // Values
+  int32_t sources;     // of a local call, which has no exchange; 0: the call exchanges rows
+  int32_t streams;     // of HYPER_CONNECTION
+  int32_t islands;     // of ISLAND_SUMS: islands whose sums are added
+  int32_t num_slices;  // of RMS_NORM_SHARDED
+  int32_t prefetch;    // whether it names a next weight, which no kernel for AMD GPUs may access
   int64_t slices[ALLNORM_MAX_SLICES];  // the size of each
 };
 enum Values { kMixed, kFinite, kZeros, kNasty };

@@ -136,9 +136,11 @@ class RowCall : public GroupCall {
       call.flags |= ALLNORM_ISLAND_SUMS;
       call.num_sources = spec.islands;
     }
-    static const Pack kNextWeight[1] = {};  // the emulator refuses accesses: see give()
-    call.prefetch = spec.prefetch_bytes > 0 ? kNextWeight : nullptr;
-    call.prefetch_bytes = spec.prefetch_bytes;
+    if (spec.prefetch != 0) {
+      static const Pack kNextWeight = {};  // give() omits it, so that the emulator refuses accesses
+      call.prefetch = &kNextWeight;
+      call.prefetch_bytes = sizeof(kNextWeight);
+    }
     static const float kGlobal = 70.0f, kPlace = 1.0f;
     if (spec.quant == ALLNORM_QUANT_NVFP4) call.global_scale = &kGlobal;
     if (spec.post_norm != 0) {
