@@ -57,6 +57,7 @@ class Communicator:
 
 
 class Patterns:
+    kAllReduce = 0  # noqa: N815
     kARResidualRMSNorm = 1  # noqa: N815
     kARResidualRMSNormFP8Quant = 2  # noqa: N815
     kARResidualRMSNormOutFP8Quant = 4  # noqa: N815
@@ -94,12 +95,12 @@ def allreduce_fusion(
     pattern_code: int,
     use_oneshot: bool | None,
     allreduce_out: Tensor | None,
-    residual_in: Tensor,
-    residual_out: Tensor,
+    residual_in: Tensor | None,
+    residual_out: Tensor | None,
     norm_out: Tensor | None,
     quant_out: Tensor | None,
     scale_out: Tensor | None,
-    rms_gamma: Tensor,
+    rms_gamma: Tensor | None,
     rms_eps: float,
     scale_factor: Tensor | None,
     layout_code: int | None,
@@ -108,6 +109,14 @@ def allreduce_fusion(
 ) -> None:
     calls.append(("fusion", {"pattern": pattern_code, "one_shot": use_oneshot}))
     assert allreduce_in.shape == (token_num, hidden_dim)
+    if pattern_code == 0:
+        assert residual_in is residual_out is norm_out is rms_gamma is None
+        assert allreduce_out is not None
+        allreduce_out.copy_(_reduce(allreduce_in))
+        return
+    assert residual_in is not None
+    assert residual_out is not None
+    assert rms_gamma is not None
     residual_out.copy_(_reduce(allreduce_in) + residual_in)
     gain = rms_gamma + (weight_bias or 0.0)
     normed = F.rms_norm(residual_out, (hidden_dim,), gain, rms_eps)
@@ -130,6 +139,13 @@ def allreduce_fusion(
         scale_out.copy_(scale)
 
 
+def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Mixes streams; `comb` is [num_tokens, old stream, new stream]."""
+    calls.append(("mhc_post", {}))
+    mixed = comb.mT @ residual.float() + post.unsqueeze(-1) * x.float().unsqueeze(1)
+    return mixed.to(residual.dtype)
+
+
 def install_flashinfer() -> None:
     parts = {
         "AllReduceFusionPattern": Patterns,
@@ -139,6 +155,7 @@ def install_flashinfer() -> None:
     }
     _module("flashinfer.comm", **parts)
     _module("flashinfer.comm.trtllm_ar", **parts)
+    _module("flashinfer.mhc", mhc_post=mhc_post)
 
 
 # ---- vLLM --------------------------------------------------------------------------------------
@@ -225,6 +242,26 @@ def overwriting_norm(x: Tensor, *args: Any, **options: Any) -> Any:
     return found
 
 
+def moe_finalize_all_reduce_mhc_post(
+    rows: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    top_k: int,
+    shared: Tensor | None,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    *,
+    world_size: int,
+) -> tuple[Tensor, Tensor]:
+    assert (top_k, shared, world_size) == (1, None, dist.get_world_size())
+    assert index.dtype == torch.int32
+    assert weights.shape == (rows.shape[0], 1)
+    calls.append(("mhc", {}))
+    reduced = _reduce(rows[index] * weights.to(rows.dtype))
+    return reduced, mhc_post(reduced, residual, post, comb)
+
+
 def install_sglang(*, fused: bool = True, norm: Any = all_reduce_residual_norm) -> None:
     _module(
         "sglang.srt.distributed.device_communicators.custom_all_reduce_v2",
@@ -236,6 +273,11 @@ def install_sglang(*, fused: bool = True, norm: Any = all_reduce_residual_norm) 
             register_comm=lambda comm: calls.append(("register", {})),
             valid_cluster_sizes=lambda hidden: [1] if hidden % 256 == 0 else [],
             all_reduce_residual_norm=norm,
+        )
+        _module(
+            "sglang.kernels.ops.communication.all_reduce_mhc",
+            _MHC_HIDDEN_DIM=256,
+            moe_finalize_all_reduce_mhc_post=moe_finalize_all_reduce_mhc_post,
         )
 
 

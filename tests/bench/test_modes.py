@@ -102,7 +102,8 @@ def test_peers_run_on_gpus_with_replicated_residuals() -> None:
     assert bench_modes.peer_names("cuda", Mode(slices=2)) == []
     assert bench_modes.arm_names("cuda", Mode(slices=2))[-2:] == ["nccl+torch", "nccl+inductor"]
     assert bench_modes.arm_names("cpu", Mode(slices=2))[-1] == "gloo+torch"
-    assert bench_modes.peer_names("cuda", Mode(streams=4)) == []
+    assert bench_modes.peer_names("cuda", Mode(streams=4)) == ["flashinfer", "sglang"]
+    assert bench_modes.peer_names("cuda", Mode(streams=3)) == []
 
 
 def test_a_quantized_call_is_compared_with_the_16_bit_call() -> None:

@@ -100,6 +100,20 @@ def test_every_kernel_of_a_peer_is_an_arm(
         assert record["p50_us"] > 0
 
 
+def test_two_peers_mix_four_streams() -> None:
+    records, calls = run(job(*ENGINES, modes=(Mode(streams=4),)))
+    found = {record["arm"]: record["reason"] for record in records}
+    assert [name for name in found if not found[name]] == ["flashinfer+mix", "sglang"]
+    assert found["vllm"] == "no kernel for this mode"
+    assert all(record["error"] == "" for record in records)
+    assert {"mhc_post", "mhc"} <= {name for name, _ in calls}
+
+
+def test_sglang_mixes_streams_of_one_width() -> None:
+    records, _ = run(job("sglang", modes=(Mode(streams=4),), shapes=(Shape(5, 512),)))
+    assert [record["reason"] for record in records] == ["no kernel for this mode"]
+
+
 def test_kernels_receive_the_arguments_of_their_arms() -> None:
     _, calls = run(job(*ENGINES))
     assert ("create", {"capacity": 5 * 256, "fp32": False}) in calls

@@ -116,6 +116,25 @@ def describe_error(case: Case, mode: Mode, got: Tensor, index: int, exact: bool)
     return bounds.compare("streams", got, wanted, limit)
 
 
+def of_peer(case: Case, mode: Mode, name: str, run: Callable[..., Tensor]) -> Arm:
+    """Returns an arm of another library.
+
+    `run` takes the index of a buffer set, the residual, `post`, and `mix` with its last dimensions
+    swapped, as SGLang and FlashInfer store it. It returns the new streams.
+    """
+    inputs = []
+    for index in range(len(case.batches)):
+        residual, connection = stream_inputs(case, mode, index)
+        inputs.append((residual, connection.post, connection.mix.mT.contiguous()))
+    check = _check(case, mode, exact=False)
+    call = partial(_call_with, run, inputs)
+    return Arm(name, call, no_outcome, check=check, foreign=True)
+
+
+def _call_with(run: Callable[..., Tensor], inputs: list[Any], index: int) -> Tensor:
+    return run(index, *inputs[index])
+
+
 def _check(case: Case, mode: Mode, exact: bool) -> Callable[[Any, int], str]:
     """Returns the check of an arm's results."""
     return lambda result, index: describe_error(case, mode, result, index, exact)

@@ -86,6 +86,8 @@ class Peers:
         reason = peer.supports(case, mode)
         if reason:
             return reason
+        if mode.streams:
+            return peer.streams(case, mode) or "no kernel for this mode"
         suffix = "+quant" if mode.quant else ""
         found = peer.fused_quant(case, mode) if mode.quant else []
         for arm in peer.fused(case):

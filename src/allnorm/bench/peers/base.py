@@ -100,6 +100,10 @@ class Peer(ABC):
         """Returns arms that also quantize as the mode wants, in the same kernel."""
         return []
 
+    def streams(self, case: Case, mode: Mode) -> list[Arm]:
+        """Returns arms that reduce the partial sums and mix them with the mode's streams."""
+        return []
+
     def reductions(self, case: Case) -> list[Reduction]:
         """Returns all-reduces, which a norm must follow."""
         return []

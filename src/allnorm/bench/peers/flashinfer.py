@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import allnorm
+from allnorm.bench import streams
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import Case
 from allnorm.bench.modes import Mode
@@ -54,6 +55,12 @@ class FlashInfer(Peer):
         self._create: Callable[..., Any] = getattr(trtllm_ar, _CREATE)
         self._fusion: Callable[..., Any] = getattr(trtllm_ar, _CALL)
         self._patterns: Any = comm.AllReduceFusionPattern
+        try:
+            from flashinfer import mhc
+        except ImportError:  # versions before 0.7
+            self._mix: Callable[..., Any] | None = None
+        else:
+            self._mix = mhc.mhc_post
         self._parameters = inspect.signature(self._fusion).parameters
         return ""
 
@@ -96,6 +103,26 @@ class FlashInfer(Peer):
         pattern = self._quant_pattern(case, mode)
         return [] if pattern is None else self._arms(case, mode, pattern)
 
+    def streams(self, case: Case, mode: Mode) -> list[Arm]:
+        """Returns an arm of the plain all-reduce, then the kernel that mixes four streams."""
+        if self._mix is None or case.dtype != torch.bfloat16:
+            return []
+        mix, common = self._mix, self._common(case, self._patterns.kAllReduce, None)
+        unused = dict.fromkeys(
+            ("residual_in", "residual_out", "norm_out", "rms_gamma", "quant_out", "scale_out")
+        )
+
+        def call(
+            index: int, residual: torch.Tensor, post: torch.Tensor, factors: torch.Tensor
+        ) -> torch.Tensor:
+            x = case.xs[index]
+            reduced = torch.empty_like(x)
+            self._fusion(**(common | unused | {"allreduce_in": x, "allreduce_out": reduced}))
+            mixed: torch.Tensor = mix(reduced, residual, post, factors)
+            return mixed
+
+        return [streams.of_peer(case, mode, f"{self.name}+mix", call)]
+
     def _arms(self, case: Case, mode: Mode, pattern: int) -> list[Arm]:
         choices: dict[str, bool | None] = {"": None, ":one_shot": True}
         if case.shape.num_tokens > case.world_size:  # asserted by FlashInfer's two-shot
@@ -124,26 +151,10 @@ class FlashInfer(Peer):
     def _call(
         self, case: Case, mode: Mode, pattern: int, one_shot: bool | None
     ) -> Callable[[int], Any]:
-        spec, bias, fusion = case.spec(mode.quant), case.shape.weight_bias, self._fusion
+        spec, fusion = case.spec(mode.quant), self._fusion
         static = spec.scale if isinstance(spec, allnorm.Fp8PerTensor) else None
         rows, columns = case.xs[0].shape
-        common: dict[str, Any] = {
-            "world_size": case.world_size,
-            "world_rank": case.rank,
-            "token_num": rows,
-            "hidden_dim": columns,
-            "workspace_ptrs": self._workspace,
-            "launch_with_pdl": True,
-            "trigger_completion_at_end": True,
-            "fp32_acc": True,
-            "pattern_code": pattern,
-            "use_oneshot": one_shot,
-            "allreduce_out": None,
-            "rms_eps": case.shape.eps,
-            "scale_factor": static,
-            "layout_code": None,
-            **({"weight_bias": bias} if bias else {}),
-        }
+        common = self._common(case, pattern, one_shot) | {"scale_factor": static}
         if isinstance(spec, allnorm.Fp8PerGroup):
             common["block_quant_group_size"] = spec.group_size
 
@@ -170,3 +181,25 @@ class FlashInfer(Peer):
             return allnorm.QuantizedNorm(quantized, scale, residual, normed)
 
         return call
+
+    def _common(self, case: Case, pattern: int, one_shot: bool | None) -> dict[str, Any]:
+        """Returns the arguments that are the same for every buffer set."""
+        bias = case.shape.weight_bias
+        rows, columns = case.xs[0].shape
+        return {
+            "world_size": case.world_size,
+            "world_rank": case.rank,
+            "token_num": rows,
+            "hidden_dim": columns,
+            "workspace_ptrs": self._workspace,
+            "launch_with_pdl": True,
+            "trigger_completion_at_end": True,
+            "fp32_acc": True,
+            "pattern_code": pattern,
+            "use_oneshot": one_shot,
+            "allreduce_out": None,
+            "rms_eps": case.shape.eps,
+            "scale_factor": None,
+            "layout_code": None,
+            **({"weight_bias": bias} if bias else {}),
+        }

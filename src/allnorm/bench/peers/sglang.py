@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from allnorm.bench import streams
 from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
+from allnorm.bench.modes import Mode
 from allnorm.bench.peers.base import Peer
 
 # In every rank's memory each peer has two slots of this size, and each row has a counter.
@@ -43,6 +45,12 @@ class Sglang(Peer):
         from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
 
         self._class: Any = custom_all_reduce_v2.CustomAllReduceV2
+        try:
+            from sglang.kernels.ops.communication import all_reduce_mhc
+        except ImportError:
+            self._mhc: Any = None
+        else:
+            self._mhc = all_reduce_mhc
         try:
             from sglang.kernels.ops.communication import all_reduce_fusion
         except ImportError:
@@ -89,6 +97,34 @@ class Sglang(Peer):
             return []
         choices = {"": None, ":one_shot": False, ":two_shot": True}
         return self.variants(partial(self._call, case), choices)
+
+    def streams(self, case: Case, mode: Mode) -> list[Arm]:
+        """Returns the arm of the kernel that mixes four streams, which is built for one width.
+
+        The kernel gathers experts' rows; here each row of x is one token's only expert, with weight
+        1. It also stores the reduced sum.
+        """
+        rows, columns = case.xs[0].shape
+        if (
+            self._mhc is None
+            or self._fusion is None
+            or columns != self._mhc._MHC_HIDDEN_DIM
+            or rows > self._max_rows()
+            or case.xs[0].numel() * case.dtype.itemsize > _MAX_PUSH_BYTES
+        ):
+            return []
+        index = torch.arange(rows, device=case.device, dtype=torch.int32)
+        ones = torch.ones(rows, 1, device=case.device)
+        run, ranks = self._mhc.moe_finalize_all_reduce_mhc_post, case.world_size
+
+        def call(
+            number: int, residual: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+        ) -> torch.Tensor:
+            given = (case.xs[number], index, ones, 1, None, residual, post, mix)
+            mixed: torch.Tensor = run(*given, world_size=ranks)[1]
+            return mixed
+
+        return [streams.of_peer(case, mode, self.name, call)]
 
     def reductions(self, case: Case) -> list[Reduction]:
         """Returns the plain all-reduce, for sizes at which SGLang does not use NCCL."""
