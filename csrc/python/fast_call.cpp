@@ -366,21 +366,21 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
 }
 
 // Returns a prepared call for keep(). `values`: a tuple with one value per keyword. `results`: a
-// tuple of (place, callable or None, the callable's arguments). `given`, `aligns` and `spans`
-// describe the tensors, as Operand does.
+// tuple of (place, callable or None, the callable's arguments). `operands`: the fields of an
+// Operand, for each tensor.
 ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
                                                 PyObject* grad_enabled, PyObject* overwrite,
                                                 PyObject* values, PyObject* results,
-                                                const std::uint8_t* given,
-                                                const std::uint8_t* aligns,
-                                                const std::uint64_t* spans) {
+                                                const std::uint64_t (*operands)[5]) {
   auto prepared = std::make_shared<Prepared>();
   prepared->call = *call;
   prepared->check = Ref::borrowed(check);
   prepared->grad_enabled = Ref::borrowed(grad_enabled);
   prepared->overwrite = Ref::borrowed(overwrite);
   for (int i = 0; i < kNumTensors; ++i) {
-    prepared->operands[i] = {static_cast<Given>(given[i]), aligns[i], spans[i]};
+    const auto& [given, align, span, row, pitch] = operands[i];
+    prepared->operands[i] = {static_cast<Given>(given), static_cast<std::uint8_t>(align), span, row,
+                             pitch};
   }
   Arguments arguments;
   if (!read_values(values, arguments)) {

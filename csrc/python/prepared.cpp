@@ -62,6 +62,19 @@ Ref tuple_of(PyObject* const* objects, int count) {
   return tuple;
 }
 
+// Returns whether the rows of two tensors alternate in memory, as columns of one matrix do. Those
+// of `low` start at the lower address; `apart` bytes are between the two addresses.
+bool alternate(const Operand& low, const Operand& high, std::uintptr_t apart) {
+  if (low.pitch_bytes == 0 || low.pitch_bytes != high.pitch_bytes) return false;
+  const std::uintptr_t column = apart % low.pitch_bytes;
+  return column >= low.row_bytes && column + high.row_bytes <= low.pitch_bytes;
+}
+
+bool overlap(const Operand& a, std::uintptr_t at_a, const Operand& b, std::uintptr_t at_b) {
+  if (at_a > at_b) return overlap(b, at_b, a, at_a);
+  return at_b < at_a + a.span_bytes && !alternate(a, b, at_b - at_a);
+}
+
 // Returns whether a preallocated result shares memory with another of the call's tensors, except
 // the input that it may overwrite.
 bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int result) {
@@ -70,8 +83,7 @@ bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int res
     const bool itself =
         other == result || (operands[result].given == Given::kInput && other == input_of(result));
     if (itself || operands[other].given == Given::kNothing) continue;
-    if (addresses[result] < addresses[other] + operands[other].span_bytes &&
-        addresses[other] < addresses[result] + operands[result].span_bytes) {
+    if (overlap(operands[result], addresses[result], operands[other], addresses[other])) {
       return true;
     }
   }

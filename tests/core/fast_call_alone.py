@@ -9,7 +9,6 @@ so that any CPython can run it.
 """
 
 import ctypes
-import functools
 import gc
 import os
 import sys
@@ -276,10 +275,6 @@ def new_streams(library, run, prepared, arguments):
     assert not is_made(), "it forgets the oldest of many streams"
 
 
-def has_length(count, *given):
-    return len(given) == count
-
-
 def slices(prepare, new, empty, launches):
     """Checks calls of two slices, whose tensors are in tuples."""
     xs, weights, outs = (tuple(map(Tensor, at)) for at in ((16, 32), (48, 64), (80, 96)))
@@ -296,7 +291,7 @@ def slices(prepare, new, empty, launches):
     ):
         results = tuple((at + i, None if memory else empty, ((2, 8),)) for i in range(2))
         kinds = dict(zip(names, (1, 1, 1, 1, *kinds), strict=True)) | {"residual": 0}
-        check = functools.partial(has_length, list(kinds.values()).count(1))
+        check = lambda *given, kinds=kinds: len(given) == [*kinds.values()].count(1)  # noqa: E731
         call, keep, *_ = new()
         keep(prepare(results, kinds, check=check, slices=Slices(xs, weights, memory)))
         got = run(call, outs=memory)
@@ -314,7 +309,7 @@ def main(path, size, op, num_slices, *offsets):
     library = ctypes.PyDLL(path)
     library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 7)
     library.allnorm_fast_call_new.restype = _object
-    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
+    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, _pointer)
     library.allnorm_fast_call_prepare.restype = _object
     library.allnorm_fast_call_use_keywords.argtypes = (_object,)
     library.allnorm_fast_call_use_keywords.restype = _object
@@ -352,17 +347,16 @@ def main(path, size, op, num_slices, *offsets):
     static_at = SLOTS.index("static_scale")
     made_new = ((out_at, empty, geometry), (residual_out_at, empty, geometry))
 
-    def prepare(results, kinds=None, **changes):
+    def prepare(results, kinds=None, pitch=0, **changes):
         enabled, overwrite = changes.pop("grad_enabled", None), changes.pop("overwrite", None)
         checks = changes.pop("check", check)
         kinds = {"x": tensor, "residual": tensor, "weight": tensor} | (kinds or {})
-        given, count = [kinds.get(name, nothing) for name in SLOTS], len(SLOTS)
+        operands = [(kinds.get(name, nothing), 4, 16, 4, pitch) for name in SLOTS]
         named = arguments(**changes)
         values = tuple(named.get(name, *default) for name, default, *_ in TABLE)
         return library.allnorm_fast_call_prepare(
             *(native, checks, enabled, overwrite, values, results),
-            *((ctypes.c_uint8 * count)(*given), (ctypes.c_uint8 * count)(*[4] * count)),
-            (ctypes.c_uint64 * count)(*[16] * count),
+            (ctypes.c_uint64 * 5 * len(SLOTS))(*operands),
         )
 
     def arguments(a=x, b=residual, c=weight, **more):
@@ -440,6 +434,12 @@ def main(path, size, op, num_slices, *offsets):
     into, keep_into, *_ = new()
     keep_into(prepare(((out_at, None, ()), made_new[1]), {"out": tensor}))
     both_given = (out_at, None, ()), (residual_out_at, None, ())
+    # Rows of 4 bytes that are 12 bytes apart may alternate with other tensors' rows.
+    beside, keep_beside, *_ = new()
+    keep_beside(prepare(((out_at, None, ()), made_new[1]), {"out": tensor}, pitch=12))
+    for address in (20, 24, 32, 36, 40, 44, 52):
+        got = is_made(beside, out=Tensor(address))
+        assert (got is not None) == (address in (24, 40, 52)), address
     in_place = {"out": same_as_input, "residual_out": tensor}
     keep_into(prepare(both_given, in_place))
     made.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import weakref
@@ -151,6 +152,36 @@ def test_repeated_calls_into_given_memory(rank: int, world_size: int) -> None:
             assert all(one is other for one, other in zip(results, out, strict=True))
             assert [one._version for one in out] == [v + 1 for v in versions], name
             compare(results, expected(c, call), name)
+
+
+@needs_library
+@on(cpu=(1, 2), gpu=(1, 2))
+def test_columns_of_one_matrix(rank: int, world_size: int) -> None:
+    """Norms q and k, columns of one matrix, in place and into other columns of the matrix."""
+    c, width = comm(), sum(SIZES)
+    for shape in ((5,), (2, 3)):
+        for first in (0, width):  # of the columns for results
+            for call in range(5):
+                xs, weights = own(c, call, shape)
+                rest = torch.full((*shape, width + 64), 7.0, dtype=BF16, device=device())
+                whole = torch.cat((*xs, rest), -1)
+                columns = list(whole[..., :width].split(SIZES, -1))
+                out = columns if not first else list(whole[..., width : 2 * width].split(SIZES, -1))
+                # Python copies results of three dimensions whose rows are apart.
+                with only_c(c, call if len(shape) == 1 else 0):
+                    c.rms_norm_sharded(columns, weights, EPS, out=out)
+                wanted = torch.cat(expected(c, call, shape), -1)
+                assert_same_bits(whole[..., first : first + width], wanted, f"from {first}")
+                if first:
+                    assert_same_bits(whole[..., :width], torch.cat(xs, -1), "the input")
+                assert bool((whole[..., 2 * width :] == 7.0).all())
+        # Results that begin in the last columns of k, and results that end in the first ones of q.
+        for at in (width - 8, 8):
+            taken = list(whole[..., at : at + width].split(SIZES, -1))
+            norm = functools.partial(c.rms_norm_sharded, columns, weights, EPS, out=taken)
+            message = message_of(ValueError, norm)
+            assert "shares memory" in message
+            dist.barrier()
 
 
 def others(c: allnorm.Communicator) -> Iterator[tuple[str, Call]]:

@@ -24,7 +24,7 @@ from allnorm.core import _native, shortcuts
 from allnorm.core.call import PARTS, SLOTS, Call
 from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall
 from allnorm.core.slices import slot
-from allnorm.core.tensors import span_bytes
+from allnorm.core.tensors import row_pitch, span_bytes
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
@@ -125,36 +125,38 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
         results[1] = (_STATIC_SCALE, None, ())
     operands = [_operand(given, prepared, name) for name in SLOTS]
     once = [
-        given[name] for name, (kind, _, _) in zip(SLOTS, operands, strict=True) if kind == _TENSOR
+        given[name] for name, (kind, *_) in zip(SLOTS, operands, strict=True) if kind == _TENSOR
     ]
     # Tensors that require grad are recognized only while gradients are disabled.
     grad_enabled = torch.is_grad_enabled if any(t.requires_grad for t in once) else None
     # Inference tensors have no version; `alike` distinguishes them from other tensors.
     has_version = any(not t.is_inference() for t in call.written)
     overwrite = shortcuts.version_counter() if has_version else None
-    kinds, aligns, spans = zip(*operands, strict=True)
     return library.allnorm_fast_call_prepare(
         *(ctypes.addressof(native), shortcuts.alike(once), grad_enabled, overwrite),
         *(call.values, tuple(results)),
-        *((ctypes.c_uint8 * len(kinds))(*kinds), (ctypes.c_uint8 * len(aligns))(*aligns)),
-        (ctypes.c_uint64 * len(spans))(*spans),
+        (ctypes.c_uint64 * 5 * len(operands))(*operands),  # type: ignore[misc]
     )
 
 
 def _operand(
     given: dict[str, torch.Tensor], prepared: PreparedCall, name: str
-) -> tuple[int, int, int]:
-    """Returns the fields of an Operand in prepared.h: given, align_bytes, span_bytes."""
+) -> tuple[int, int, int, int, int]:
+    """Returns the fields of an Operand in prepared.h, in order."""
     tensor = given.get(name)
     if tensor is None:
-        return _NOTHING, 1, 0
+        return _NOTHING, 1, 0, 0, 0
     kind = _INPUT if given.get(_OVERWRITTEN.get(name, "")) is tensor else _TENSOR
     align = 1 if name == "prefetch" else tensor.element_size()
     if tensor.device.type == "cuda" and name not in _NARROW:
         align = CUDA_ALIGN_BYTES
     if name == "scale_out" and prepared.scale is not None:
         tensor = prepared.scale.with_padding(tensor)
-    return kind, align, span_bytes(tensor)
+    # Rows may alternate only with those of a tensor alike: core.arguments.check_overlap.
+    size, x, pitch = tensor.element_size(), given["x"], row_pitch(tensor)
+    if not pitch or tensor.dim() != x.dim() or size != x.element_size():
+        return kind, align, span_bytes(tensor), 0, 0
+    return kind, align, span_bytes(tensor), tensor.shape[-1] * size, pitch * size
 
 
 @contextlib.contextmanager
@@ -205,7 +207,7 @@ def _library() -> ctypes.PyDLL | None:
         return None
     new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
     new.argtypes, new.restype = (_pointer, _pointer, *[_object] * 7), _object
-    prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
+    prepare.argtypes = (_pointer, *[_object] * 5, _pointer)
     prepare.restype = _object
     watch = library.allnorm_fast_call_watch
     watch.argtypes, watch.restype = (ctypes.c_int32,), None
