@@ -34,6 +34,9 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
     residual, weight = torch.empty_like(x), torch.ones(_HIDDEN_SIZE, dtype=x.dtype, device=where)
     quant = allnorm.Fp8PerGroup(128)
+    # q and k are columns of one matrix, as in attention.
+    q, k = torch.ones(_NUM_TOKENS, 1536, dtype=x.dtype, device=where).split((1024, 512), -1)
+    q_weight, k_weight = torch.ones_like(q[0]), torch.ones_like(k[0])
     # A stand-in that does nothing: it compares two words, which always differ, and returns 0
     # (success).
     nothing = ctypes.CDLL(None).pthread_equal
@@ -53,6 +56,12 @@ def time_calls(rank: int, world_size: int, device: str) -> dict[str, float]:
             ),
             "all_reduce_add_rms_norm_quant": lambda: comm.all_reduce_add_rms_norm_quant(
                 x, residual, weight, 1e-6, quant
+            ),
+            "rms_norm_sharded of two tensors": lambda: comm.rms_norm_sharded(
+                (q, k), (q_weight, k_weight), 1e-6
+            ),
+            "rms_norm_sharded of two tensors, in place": lambda: comm.rms_norm_sharded(
+                (q, k), (q_weight, k_weight), 1e-6, out=(q, k)
             ),
             "torch.ops.allnorm.all_reduce_add_rms_norm": (
                 lambda: torch.ops.allnorm.all_reduce_add_rms_norm(

@@ -2,15 +2,17 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 namespace allnorm {
 namespace {
 
-constexpr int kConstant = -1;  // the place of a value that is not a tensor
+// The place of a value: a Tensor, kConstant, or kNumTensors + i for a tuple kTuples[i].
+constexpr int kConstant = -1;
 
 struct Part {
   PyObject* attribute;
-  int place;  // Tensor, or kConstant
+  int place;
 };
 
 struct Kind {
@@ -21,7 +23,7 @@ struct Kind {
 struct Keyword {
   PyObject* name;      // interned
   PyObject* fallback;  // NULL: required
-  int place;           // Tensor, or kConstant
+  int place;
   std::vector<Kind> kinds;
 };
 
@@ -31,13 +33,18 @@ PyObject* fallbacks[kMaxKeywords] = {};
 
 PyObject* kept(PyObject* object) { return Ref::borrowed(object).release(); }
 
-// Sets `place` to the tensor with this name, or to kConstant for None. Returns false with an error
-// set if no tensor has this name.
+// Sets `place` to the tensor or tuple with this name, or to kConstant for None. Returns false with
+// an error set if the name is unknown.
 bool find_place(PyObject* name, int* place) {
   *place = kConstant;
   if (name == Py_None) return true;
   for (int tensor = 0; tensor < kNumTensors; ++tensor) {
     if (PyUnicode_CompareWithASCIIString(name, kTensorNames[tensor]) == 0) *place = tensor;
+  }
+  for (std::size_t i = 0; i < std::size(kTuples); ++i) {
+    if (PyUnicode_CompareWithASCIIString(name, kTuples[i].name) == 0) {
+      *place = kNumTensors + static_cast<int>(i);
+    }
   }
   if (*place != kConstant) return true;
   PyErr_Format(PyExc_ValueError, "tensor %R: expected one of csrc/python/arguments.h", name);
@@ -94,7 +101,21 @@ std::size_t find_keyword(PyObject* name, std::size_t first) {
   return all.size();
 }
 
+// Distributes a tuple with one tensor per slice. Python refuses a tuple that has anything else;
+// None would look like a slice that does not exist.
+bool put_tuple(PyObject* value, Tensor first, Arguments& arguments) {
+  if (value == Py_None) return true;
+  if (!PyTuple_CheckExact(value) || PyTuple_Size(value) > ALLNORM_MAX_SLICES) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(value); ++i) {
+    PyObject* const tensor = PyTuple_GetItem(value, i);
+    if (tensor == Py_None) return false;
+    arguments.tensors[first + i] = tensor;
+  }
+  return true;
+}
+
 bool put(PyObject* value, int place, Arguments& arguments) {
+  if (place >= kNumTensors) return put_tuple(value, kTuples[place - kNumTensors].first, arguments);
   if (place != kConstant) {
     arguments.tensors[place] = value;
     return true;

@@ -7,16 +7,18 @@
 
 #include <vector>
 
+#include "allnorm.h"
 #include "python/ref.h"
 
 namespace allnorm {
 
-// The tensors that a call may have. The last four are preallocated results.
+// The tensors that a call may have. The last ones, from kOut on, are preallocated results. In a
+// call of slices, kX, kWeight and kOut are those of the first slice; the other slices' follow each.
 enum Tensor : int {
   kX,
-  kResidual,
+  kResidual = kX + ALLNORM_MAX_SLICES,
   kWeight,
-  kStaticScale,
+  kStaticScale = kWeight + ALLNORM_MAX_SLICES,
   kPostWeight,
   kExpertIndex,
   kExpertWeights,
@@ -25,15 +27,22 @@ enum Tensor : int {
   kMix,
   kPrefetch,
   kOut,
-  kResidualOut,
+  kResidualOut = kOut + ALLNORM_MAX_SLICES,
   kQuantizedOut,
   kScaleOut,
   kNumTensors
 };
 
+static_assert(ALLNORM_MAX_SLICES == 4);
 constexpr const char* kTensorNames[kNumTensors] = {"x",
+                                                   "x1",
+                                                   "x2",
+                                                   "x3",
                                                    "residual",
                                                    "weight",
+                                                   "weight1",
+                                                   "weight2",
+                                                   "weight3",
                                                    "static_scale",
                                                    "post_weight",
                                                    "expert_index",
@@ -43,9 +52,20 @@ constexpr const char* kTensorNames[kNumTensors] = {"x",
                                                    "mix",
                                                    "prefetch",
                                                    "out",
+                                                   "out1",
+                                                   "out2",
+                                                   "out3",
                                                    "residual_out",
                                                    "quantized_out",
                                                    "scale_out"};
+
+// A tuple with one tensor per slice: its name, and the tensor that its first element is.
+struct Tuple {
+  const char* name;
+  Tensor first;
+};
+
+constexpr Tuple kTuples[] = {{"xs", kX}, {"weights", kWeight}, {"outs", kOut}};
 
 constexpr int kMaxKeywords = 32;
 constexpr int kMaxConstants = 2 * kMaxKeywords;
@@ -63,8 +83,9 @@ struct Arguments {
 // Sets the table: a tuple of (name, default, tensor, kinds) per keyword. `default`: a tuple of one
 // value, or () if the keyword is required. `tensor`: one of kTensorNames, or None for a constant.
 // `kinds`: a tuple of (type, parts) per type whose values have parts. `parts`: a tuple of
-// (attribute, tensor), with `tensor` as above. Call it once per process, before any call. Returns
-// false with an error set if the table does not match this file.
+// (attribute, tensor), with `tensor` as above, or a name in kTuples for a tuple of tensors or None.
+// Call it once per process, before any call. Returns false with an error set if the table does not
+// match this file.
 bool use_keywords(PyObject* table);
 
 // Reads the arguments of a vectorcall. Returns false if they do not match the table; Python then

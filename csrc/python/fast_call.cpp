@@ -89,12 +89,15 @@ bool knows(FastCall& fast, void* stream) {
   return false;
 }
 
-// Creates the results of the call and returns them: a tuple, or the only result. Writes the
-// addresses of new results to `call`. Returns NULL with an error set.
+// Creates the results of the call and returns them: a tuple, or the only result; in a call of
+// slices a list. Writes the addresses of new results to `call`. Returns NULL with an error set.
 PyObject* make_results(const Prepared& prepared, const Arguments& arguments, AllnormCall& call) {
-  const std::size_t count = prepared.results.size();
-  Ref all(count == 1 ? nullptr : PyTuple_New(static_cast<Py_ssize_t>(count)));
-  if (count != 1 && !all) return nullptr;
+  const auto count = static_cast<Py_ssize_t>(prepared.results.size());
+  const bool is_list = call.op == ALLNORM_RMS_NORM_SHARDED;
+  const bool is_single = count == 1 && !is_list;
+  const auto set = is_list ? PyList_SetItem : PyTuple_SetItem;
+  Ref all(is_single ? nullptr : is_list ? PyList_New(count) : PyTuple_New(count));
+  if (!is_single && !all) return nullptr;
   Py_ssize_t index = 0;
   for (const auto& [place, make, make_arguments] : prepared.results) {
     Ref tensor;
@@ -106,8 +109,8 @@ PyObject* make_results(const Prepared& prepared, const Arguments& arguments, All
     } else {
       tensor = Ref::borrowed(arguments.tensors[place]);  // an argument, or None
     }
-    if (count == 1) return tensor.release();
-    if (PyTuple_SetItem(all.get(), index++, tensor.release()) < 0) return nullptr;
+    if (is_single) return tensor.release();
+    if (set(all.get(), index++, tensor.release()) < 0) return nullptr;
   }
   return all.release();
 }
@@ -363,21 +366,21 @@ ALLNORM_API PyObject* allnorm_fast_call_new(void* function, void* comm, PyObject
 }
 
 // Returns a prepared call for keep(). `values`: a tuple with one value per keyword. `results`: a
-// tuple of (place, callable or None, the callable's arguments). `given`, `aligns` and `spans`
-// describe the tensors, as Operand does.
+// tuple of (place, callable or None, the callable's arguments). `operands`: the fields of an
+// Operand, for each tensor.
 ALLNORM_API PyObject* allnorm_fast_call_prepare(const AllnormCall* call, PyObject* check,
                                                 PyObject* grad_enabled, PyObject* overwrite,
                                                 PyObject* values, PyObject* results,
-                                                const std::uint8_t* given,
-                                                const std::uint8_t* aligns,
-                                                const std::uint64_t* spans) {
+                                                const std::uint64_t (*operands)[5]) {
   auto prepared = std::make_shared<Prepared>();
   prepared->call = *call;
   prepared->check = Ref::borrowed(check);
   prepared->grad_enabled = Ref::borrowed(grad_enabled);
   prepared->overwrite = Ref::borrowed(overwrite);
   for (int i = 0; i < kNumTensors; ++i) {
-    prepared->operands[i] = {static_cast<Given>(given[i]), aligns[i], spans[i]};
+    const auto& [given, align, span, row, pitch] = operands[i];
+    prepared->operands[i] = {static_cast<Given>(given), static_cast<std::uint8_t>(align), span, row,
+                             pitch};
   }
   Arguments arguments;
   if (!read_values(values, arguments)) {

@@ -17,7 +17,7 @@ bool same(PyObject* a, PyObject* b) {
 namespace {
 
 // Returns the input that a result may overwrite.
-Tensor input_of(int result) { return result == kOut ? kX : kResidual; }
+int input_of(int result) { return result < kResidualOut ? kX + (result - kOut) : kResidual; }
 
 // Smaller addresses may be offsets into freed memory: src/allnorm/core/tensors.py.
 constexpr std::uintptr_t kLowAddress = std::uintptr_t{1} << 32;
@@ -53,6 +53,28 @@ bool has_memory(PyObject* tensor) {
   return address && PyLong_AsVoidPtr(address.get()) != nullptr;
 }
 
+// Returns a tuple of these objects. Returns an empty reference with an error set if that fails.
+Ref tuple_of(PyObject* const* objects, int count) {
+  Ref tuple(PyTuple_New(count));
+  for (int i = 0; tuple && i < count; ++i) {
+    if (PyTuple_SetItem(tuple.get(), i, Ref::borrowed(objects[i]).release()) < 0) return Ref();
+  }
+  return tuple;
+}
+
+// Returns whether the rows of two tensors alternate in memory, as columns of one matrix do. Those
+// of `low` start at the lower address; `apart` bytes are between the two addresses.
+bool alternate(const Operand& low, const Operand& high, std::uintptr_t apart) {
+  if (low.pitch_bytes == 0 || low.pitch_bytes != high.pitch_bytes) return false;
+  const std::uintptr_t column = apart % low.pitch_bytes;
+  return column >= low.row_bytes && column + high.row_bytes <= low.pitch_bytes;
+}
+
+bool overlap(const Operand& a, std::uintptr_t at_a, const Operand& b, std::uintptr_t at_b) {
+  if (at_a > at_b) return overlap(b, at_b, a, at_a);
+  return at_b < at_a + a.span_bytes && !alternate(a, b, at_b - at_a);
+}
+
 // Returns whether a preallocated result shares memory with another of the call's tensors, except
 // the input that it may overwrite.
 bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int result) {
@@ -61,8 +83,7 @@ bool overlaps(const Prepared& prepared, const std::uintptr_t* addresses, int res
     const bool itself =
         other == result || (operands[result].given == Given::kInput && other == input_of(result));
     if (itself || operands[other].given == Given::kNothing) continue;
-    if (addresses[result] < addresses[other] + operands[other].span_bytes &&
-        addresses[other] < addresses[result] + operands[result].span_bytes) {
+    if (overlap(operands[result], addresses[result], operands[other], addresses[other])) {
       return true;
     }
   }
@@ -102,7 +123,7 @@ bool find_memory(const Arguments& arguments, std::uintptr_t* addresses) {
 }
 
 bool recognizes(const Prepared& prepared, const Arguments& arguments) {
-  PyObject* checked[kNumTensors + 1] = {};
+  PyObject* checked[kNumTensors];
   int count = 0;
   for (int i = 0; i < kNumTensors; ++i) {
     PyObject* const tensor = arguments.tensors[i];
@@ -121,10 +142,9 @@ bool recognizes(const Prepared& prepared, const Arguments& arguments) {
     PyObject* const constant = arguments.constants[i];
     if (expected != constant && !same(expected, constant)) return false;
   }
-  const Ref answer(PyObject_CallFunctionObjArgs(
-      prepared.check.get(), checked[0], checked[1], checked[2], checked[3], checked[4], checked[5],
-      checked[6], checked[7], checked[8], checked[9], checked[10], checked[11], checked[12],
-      checked[13], checked[14], nullptr));
+  const Ref tensors = tuple_of(checked, count);
+  if (!tensors) return false;
+  const Ref answer(PyObject_CallObject(prepared.check.get(), tensors.get()));
   return answer.get() == Py_True;
 }
 
@@ -141,6 +161,13 @@ bool bind_given(const Prepared& prepared, const std::uintptr_t* addresses, Allno
     if (prepared.operands[result].given == Given::kNothing) continue;
     if (overlaps(prepared, addresses, result)) return false;
     *address_in(call, static_cast<Tensor>(result)) = reinterpret_cast<void*>(addresses[result]);
+  }
+  if (call.op == ALLNORM_RMS_NORM_SHARDED) {
+    for (int i = 0; i < call.num_slices; ++i) {
+      call.slices[i].x = reinterpret_cast<const void*>(addresses[kX + i]);
+      call.slices[i].weight = reinterpret_cast<const void*>(addresses[kWeight + i]);
+    }
+    return true;
   }
   call.x = reinterpret_cast<const void*>(addresses[kX]);
   call.residual = reinterpret_cast<const void*>(addresses[kResidual]);
@@ -165,21 +192,18 @@ bool bind_given(const Prepared& prepared, const std::uintptr_t* addresses, Allno
 
 bool mark_overwritten(const Prepared& prepared, const Arguments& arguments) {
   if (prepared.overwrite.get() == Py_None) return true;
-  PyObject* given[kNumTensors] = {};
-  Py_ssize_t count = 0;
+  PyObject* given[kNumTensors];
+  int count = 0;
   for (int i = kOut; i < kNumTensors; ++i) {
     if (prepared.operands[i].given != Given::kNothing) given[count++] = arguments.tensors[i];
   }
-  const Ref tensors(PyTuple_New(count));
-  if (!tensors) return false;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (PyTuple_SetItem(tensors.get(), i, Ref::borrowed(given[i]).release()) < 0) return false;
-  }
-  return static_cast<bool>(
-      Ref(PyObject_CallFunctionObjArgs(prepared.overwrite.get(), tensors.get(), nullptr)));
+  const Ref tensors = tuple_of(given, count);
+  return tensors && static_cast<bool>(Ref(PyObject_CallFunctionObjArgs(prepared.overwrite.get(),
+                                                                       tensors.get(), nullptr)));
 }
 
 void** address_in(AllnormCall& call, Tensor result) {
+  if (call.op == ALLNORM_RMS_NORM_SHARDED) return &call.slices[result - kOut].out;
   switch (result) {
     case kResidualOut:
       return &call.residual_out;

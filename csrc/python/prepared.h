@@ -19,6 +19,9 @@ struct Operand {
   Given given;
   std::uint8_t align_bytes;  // required alignment of its address
   std::uint64_t span_bytes;  // from its first element to the end of its last
+  // Of evenly spaced rows; both 0 for a tensor that other tensors' rows must not alternate with.
+  std::uint64_t row_bytes;
+  std::uint64_t pitch_bytes;  // from the start of a row to the start of the next
 };
 
 // A value that a call returns.

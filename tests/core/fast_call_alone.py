@@ -1,10 +1,11 @@
 """Tests the library of repeated calls in an interpreter without torch; run by test_fast_call.py.
 
-    python fast_call_alone.py LIBRARY SIZE_OF_CALL OFFSET...
+    python fast_call_alone.py LIBRARY SIZE_OF_CALL OP NUM_SLICES OFFSET...
 
-OFFSET... are the offsets in a C call of x, residual, weight, out, residual_out, quantized, scale,
-post_weight, expert_index, expert_weights, shared, prefetch, post and mix. The program needs only
-the standard library, so that any CPython can run it.
+OP, NUM_SLICES and OFFSET... are the offsets in a C call of op, num_slices, x, residual, weight,
+out, residual_out, quantized, scale, post_weight, expert_index, expert_weights, shared, prefetch,
+post and mix, then of each slice's x, weight and out. The program needs only the standard library,
+so that any CPython can run it.
 """
 
 import ctypes
@@ -78,7 +79,7 @@ class Launches:
         assert comm == 77
         self.count += 1
         seen = tuple(_pointer.from_address(call + at).value for at in self.offsets)
-        self.seen, self.seen_more = seen[:7], seen[7:]
+        self.seen, self.seen_more, self.seen_slices = seen[:7], seen[7:14], seen[14:]
         return self.status
 
 
@@ -103,6 +104,15 @@ class Factors:
         self.post, self.mix = post, mix
 
 
+class Slices:
+    """An argument that consists of tuples of tensors, like core.slices.Slices."""
+
+    places = ("tensors", "xs"), ("weights", "weights"), ("outs", "outs")
+
+    def __init__(self, *given):
+        vars(self).update(zip(dict(self.places), given, strict=True))
+
+
 class Given:
     """An argument that may hold one of the call's tensors, like Fp8PerTensor."""
 
@@ -111,6 +121,12 @@ class Given:
 
 
 MEMORY = ("out", "residual_out", "quantized_out", "scale_out")
+SLOTS = (
+    *("x", "x1", "x2", "x3", "residual", "weight", "weight1", "weight2", "weight3"),
+    *("static_scale", "post_weight", "expert_index", "expert_weights", "shared", "post", "mix"),
+    *("prefetch", "out", "out1", "out2", "out3", "residual_out", "quantized_out", "scale_out"),
+)
+SHARDED = 4  # the number of the operator that takes slices
 CONSTANTS = {
     "op": "norm",
     "algorithm": "auto",
@@ -138,6 +154,7 @@ TABLE = (
     ("left", (None,), "expert_weights", ()),
     ("ahead", (None,), "prefetch", ()),
     ("factors", (None,), None, ((Factors, (("post", "post"), ("mix", "mix"))),)),
+    ("slices", (None,), None, ((Slices, Slices.places),)),
 )
 
 
@@ -258,11 +275,41 @@ def new_streams(library, run, prepared, arguments):
     assert not is_made(), "it forgets the oldest of many streams"
 
 
-def main(path, size, *offsets):
+def slices(prepare, new, empty, launches):
+    """Checks calls of two slices, whose tensors are in tuples."""
+    xs, weights, outs = (tuple(map(Tensor, at)) for at in ((16, 32), (48, 64), (80, 96)))
+    names, at = ("x", "x1", "weight", "weight1", "out", "out1"), SLOTS.index("out")
+
+    def run(call, xs=xs, outs=None):
+        return call(op="norm", source=Tensor(16), slices=Slices(xs, weights, outs))
+
+    for kinds, memory, other in (
+        ((0, 0), None, outs),
+        ((1, 1), outs, (outs[0], Tensor(95))),
+        ((2, 2), xs, outs),
+        ((1, 2), (outs[0], xs[1]), outs),
+    ):
+        results = tuple((at + i, None if memory else empty, ((2, 8),)) for i in range(2))
+        kinds = dict(zip(names, (1, 1, 1, 1, *kinds), strict=True)) | {"residual": 0}
+        check = lambda *given, kinds=kinds: len(given) == [*kinds.values()].count(1)  # noqa: E731
+        call, keep, *_ = new()
+        keep(prepare(results, kinds, check=check, slices=Slices(xs, weights, memory)))
+        got = run(call, outs=memory)
+        assert type(got) is list
+        assert memory is None or tuple(got) == memory
+        order = (xs[0], weights[0], got[0], xs[1], weights[1], got[1])
+        assert launches.seen_slices == (*(t.address for t in order), *6 * (None,))
+        assert launches.seen[:4] == 4 * (None,), "these fields are not of slices"
+        for wrong in (xs[0], xs[:1], (xs[0], None), (*xs, xs[0]), xs * 3, (xs[0], Subclass(16))):
+            assert run(call, wrong, memory)[0] == "missed"
+        assert run(call, list(xs), memory)[0] == run(call, xs, other)[0] == "missed"
+
+
+def main(path, size, op, num_slices, *offsets):
     library = ctypes.PyDLL(path)
     library.allnorm_fast_call_new.argtypes = (_pointer, _pointer, *[_object] * 7)
     library.allnorm_fast_call_new.restype = _object
-    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
+    library.allnorm_fast_call_prepare.argtypes = (_pointer, *[_object] * 5, _pointer)
     library.allnorm_fast_call_prepare.restype = _object
     library.allnorm_fast_call_use_keywords.argtypes = (_object,)
     library.allnorm_fast_call_use_keywords.restype = _object
@@ -296,20 +343,20 @@ def main(path, size, *offsets):
         )
 
     nothing, tensor, same_as_input = range(3)
-    out_at, residual_out_at, quantized_at, scale_at = range(11, 15)
+    out_at, residual_out_at, quantized_at, scale_at = map(SLOTS.index, MEMORY)
+    static_at = SLOTS.index("static_scale")
     made_new = ((out_at, empty, geometry), (residual_out_at, empty, geometry))
 
-    def prepare(results, out=0, residual_out=0, more=(0, 0, 0), before=(0,) * 7, **changes):
+    def prepare(results, kinds=None, pitch=0, **changes):
         enabled, overwrite = changes.pop("grad_enabled", None), changes.pop("overwrite", None)
         checks = changes.pop("check", check)
-        static_scale, quantized, scale = more
-        given = (tensor, tensor, tensor, static_scale, *before, out, residual_out, quantized, scale)
+        kinds = {"x": tensor, "residual": tensor, "weight": tensor} | (kinds or {})
+        operands = [(kinds.get(name, nothing), 4, 16, 4, pitch) for name in SLOTS]
         named = arguments(**changes)
         values = tuple(named.get(name, *default) for name, default, *_ in TABLE)
         return library.allnorm_fast_call_prepare(
             *(native, checks, enabled, overwrite, values, results),
-            *((ctypes.c_uint8 * 15)(*given), (ctypes.c_uint8 * 15)(*[4] * 15)),
-            (ctypes.c_uint64 * 15)(*[16] * 15),
+            (ctypes.c_uint64 * 5 * len(SLOTS))(*operands),
         )
 
     def arguments(a=x, b=residual, c=weight, **more):
@@ -385,14 +432,16 @@ def main(path, size, *offsets):
 
     # Results in preallocated memory are the caller's tensors, which must not overlap others.
     into, keep_into, *_ = new()
-    keep_into(prepare(((out_at, None, ()), made_new[1]), out=tensor))
-    keep_into(
-        prepare(
-            ((out_at, None, ()), (residual_out_at, None, ())),
-            out=same_as_input,
-            residual_out=tensor,
-        )
-    )
+    keep_into(prepare(((out_at, None, ()), made_new[1]), {"out": tensor}))
+    both_given = (out_at, None, ()), (residual_out_at, None, ())
+    # Rows of 4 bytes that are 12 bytes apart may alternate with other tensors' rows.
+    beside, keep_beside, *_ = new()
+    keep_beside(prepare(((out_at, None, ()), made_new[1]), {"out": tensor}, pitch=12))
+    for address in (20, 24, 32, 36, 40, 44, 52):
+        got = is_made(beside, out=Tensor(address))
+        assert (got is not None) == (address in (24, 40, 52)), address
+    in_place = {"out": same_as_input, "residual_out": tensor}
+    keep_into(prepare(both_given, in_place))
     made.clear()
     for address, expected in ((64, True), (63, False), (49, False), (40, False), (1, False)):
         out = Tensor(address)
@@ -411,15 +460,15 @@ def main(path, size, *offsets):
     # Quantizing calls: with a given scale or memory for scales, and without normed rows.
     quantizing, keep_quantizing, *_ = new()
     unwanted = (out_at, None, ())
-    results = ((quantized_at, empty, geometry), (3, None, ()), made_new[1], unwanted)
+    results = ((quantized_at, empty, geometry), (static_at, None, ()), made_new[1], unwanted)
     static = Tensor(96)
-    keep_quantizing(prepare(results, more=(tensor, nothing, nothing), quant=Given(Tensor(112))))
+    keep_quantizing(prepare(results, {"static_scale": tensor}, quant=Given(Tensor(112))))
     got = is_made(quantizing, quant=Given(static))
     assert got[1] is static
     assert got[3] is None
     assert launches.seen == (*inputs, None, got[2].address, got[0].address, _BASE + 96)
     results = ((quantized_at, None, ()), (scale_at, None, ()), made_new[1], made_new[0])
-    keep_quantizing(prepare(results, more=(nothing, tensor, tensor)))
+    keep_quantizing(prepare(results, {"quantized_out": tensor, "scale_out": tensor}))
     memory = {"quantized_out": Tensor(128), "scale_out": Tensor(160)}
     got = is_made(quantizing, **memory)
     assert got[:2] == (memory["quantized_out"], memory["scale_out"])
@@ -434,7 +483,8 @@ def main(path, size, *offsets):
         given = {"a": Sum(x, index, shared), "post": Post(post), "left": left, "ahead": ahead}
         return {**given, "factors": Factors(*factors)}
 
-    keep_extended(prepare(made_new, before=(tensor,) * 7, **with_parts(*parts)))
+    kinds = dict.fromkeys(SLOTS[static_at + 1 : out_at], tensor)
+    keep_extended(prepare(made_new, kinds, **with_parts(*parts)))
     parts = tuple(map(Tensor, (264, 280, 296, 312, 344, 392, 408)))
     assert is_made(extended, **with_parts(*parts))
     assert launches.seen_more == tuple(t.address for t in parts)
@@ -479,14 +529,8 @@ def main(path, size, *offsets):
     # The version counters of preallocated results are incremented before the launch.
     versions = []
     counted, keep_counted, *_ = new()
-    keep_counted(
-        prepare(
-            ((out_at, None, ()), (residual_out_at, None, ())),
-            out=same_as_input,
-            residual_out=tensor,
-            overwrite=lambda tensors: versions.append((tensors, launches.count)),
-        )
-    )
+    see = lambda tensors: versions.append((tensors, launches.count))  # noqa: E731
+    keep_counted(prepare(both_given, in_place, overwrite=see))
     other = Tensor(80)
     assert counted(**arguments(out=x, residual_out=other)) == (x, other)
     assert versions == [((x, other), count)]
@@ -495,8 +539,8 @@ def main(path, size, *offsets):
     keep_counted(prepare(made_new, overwrite=failing))
     assert not is_made(counted), "Python repeats the failing step"
     assert not lock.locked()
-    wrong_places = ((15, empty, geometry), (2, empty, geometry), ("0", empty, geometry))
-    for wrong in (*wrong_places, (11, empty), (11,), 3):
+    wrong_places = ((len(SLOTS), empty, geometry), (2, empty, geometry), ("0", empty, geometry))
+    for wrong in (*wrong_places, (out_at, empty), (out_at,), 3):
         try:
             prepare((wrong,))
         except (ValueError, TypeError, IndexError, SystemError):
@@ -504,6 +548,10 @@ def main(path, size, *offsets):
         else:
             raise AssertionError(f"{wrong} must be refused")
 
+    native[op], native[num_slices] = SHARDED, 2
+    slices(prepare, new, empty, launches)
+    native[op] = 0
+    count = launches.count
     raised_meanwhile(library, run, prepare, made_new, arguments)
     closed_meanwhile(library, run, prepared, arguments())
     assert launches.count == count, "a closed communicator must not launch"

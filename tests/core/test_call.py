@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ import allnorm.functions
 import allnorm.ops
 from allnorm import names
 from allnorm.core import fast_call
-from allnorm.core.call import INPUTS, KEYWORDS, MEMORY, PARTS, Call, Runner
+from allnorm.core.call import INPUTS, KEYWORDS, MEMORY, PARTS, SLOTS, Call, Runner
 from allnorm.core.operators import OPERATORS, arguments
+from allnorm.core.slices import Slices
 
 X = torch.ones(2, 64)
 NORM = allnorm.PostNorm(torch.ones(64), 1e-5, 1.0)
@@ -45,7 +48,8 @@ def test_a_runner_runs_the_call_of_its_fields() -> None:
 def test_every_tensor_of_a_call_is_known_by_name() -> None:
     """Checks that PARTS, INPUTS, MEMORY and the properties of Call name the same tensors."""
     kinds = [(kind, parts) for kinds in PARTS.values() for kind, parts in kinds.items()]
-    inner = {place for _, parts in kinds for place in parts.values() if place is not None}
+    singles = [parts for kind, parts in kinds if kind is not Slices]
+    inner = {place for parts in singles for place in parts.values() if place is not None}
     assert inner | {"residual", "weight", *MEMORY} == {*INPUTS, *MEMORY}
     for kind, parts in kinds:
         assert set(parts) == set(inspect.signature(kind).parameters)
@@ -58,6 +62,17 @@ def test_every_tensor_of_a_call_is_known_by_name() -> None:
             for attribute, place in PARTS[field][type(value)].items():
                 if place is not None:
                     assert getattr(call, place) is getattr(value, attribute), place
+
+
+def test_tensors_of_slices_have_slots() -> None:
+    x, y, v, w = torch.ones(4, 3, 8).unbind()
+    call = Call(op="rms_norm_sharded", source=x, slices=Slices((x, y), (v[0], w[0]), None))
+    assert list(call.named) == ["x", "x1", "weight", "weight1"]
+    assert set(call.named) < set(SLOTS)
+    assert list(map(id, call.named.values())) == list(map(id, call.given[1:]))
+    call = dataclasses.replace(call, slices=Slices((x,), (v[0],), (y,)))
+    assert call.named["out"] is y
+    assert set(Call(op="all_reduce", source=x, out=y).named) == {"x", "out"}
 
 
 def test_constants_distinguish_calls() -> None:
@@ -90,6 +105,11 @@ def test_the_library_takes_the_table() -> None:
     assert tuple(name for name, *_ in table) == KEYWORDS
     places = [place for _, _, place, _ in table if place is not None]
     assert places == ["x", "residual", "weight", "prefetch", *MEMORY]
+    header = pathlib.Path(__file__).parents[2] / "csrc" / "python" / "arguments.h"
+    (names_in_c,) = re.findall(
+        r"kTensorNames\[kNumTensors\] = {(.*?)}", header.read_text(), re.DOTALL
+    )
+    assert tuple(re.findall(r'"(\w+)"', names_in_c)) == SLOTS
 
 
 def test_operators_are_the_public_calls() -> None:

@@ -399,7 +399,9 @@ def test_any_interpreter(minor: int | None) -> None:
         *("x", "residual", "weight", "out", "residual_out", "quantized", "scale"),
         *("post_weight", "expert_index", "expert_weights", "shared", "prefetch", "post", "mix"),
     )
-    numbers = [ctypes.sizeof(_native.Call)] + [getattr(_native.Call, p).offset for p in pointers]
+    slices = [f"slice{i}_{p}" for i in range(_native.MAX_SLICES) for p in ("x", "weight", "out")]
+    fields = "op", "num_slices", *pointers, *slices
+    numbers = [ctypes.sizeof(_native.Call)] + [getattr(_native.Call, f).offset for f in fields]
     program = pathlib.Path(__file__).parent / "fast_call_alone.py"
     done = subprocess.run(
         [interpreter, "-I", str(program), str(library), *map(str, numbers)],

@@ -415,12 +415,10 @@ def check_overlap(
 
 def _alternate(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether the rows of two tensors alternate in memory, as columns of one matrix do."""
-    if one.dim() < 2 or one.dim() != other.dim() or one.element_size() != other.element_size():
+    if one.dim() != other.dim() or one.element_size() != other.element_size():
         return False
-    if not tensors.has_even_rows(one) or not tensors.has_even_rows(other):
-        return False
-    stride = one.stride(-2)
-    if stride <= 0 or other.stride(-2) != stride or {one.stride(-1), other.stride(-1)} != {1}:
+    stride = tensors.row_pitch(one)
+    if not stride or tensors.row_pitch(other) != stride:
         return False
     low, high = sorted((one, other), key=torch.Tensor.data_ptr)
     apart = (high.data_ptr() - low.data_ptr()) % (stride * one.element_size())

@@ -12,7 +12,8 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from allnorm.core.slices import Slices
+from allnorm.core._native import MAX_SLICES
+from allnorm.core.slices import Slices, slot
 from allnorm.expert_sum import ExpertSum
 from allnorm.hyper_connection import HyperConnection
 from allnorm.post_norm import PostNorm
@@ -25,7 +26,7 @@ class Call:
 
     To add an argument, add a field here; the keywords of `Runner.call` follow from the fields. A
     tensor, or a value that holds tensors, also needs a line in INPUTS or MEMORY, one in PARTS, and
-    a name in csrc/python/arguments.h (in the order of TENSORS).
+    a name in csrc/python/arguments.h (in the order of SLOTS).
     """
 
     op: str  # name of an operator in core.operators.OPERATORS
@@ -126,6 +127,14 @@ class Call:
     def tensors(self) -> tuple[Any, ...]:
         """All tensors, in the order of TENSORS; None for each that the call does not have."""
         return (*self.inputs, self.prefetch, *self.memory)
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that the call has, keyed by the names in SLOTS."""
+        if self.slices is not None:
+            return self.slices.named
+        pairs = zip(TENSORS, self.tensors, strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
 
     @property
     def given(self) -> list[Tensor]:
@@ -231,6 +240,12 @@ INPUTS = (
 )
 MEMORY = ("out", "residual_out", "quantized_out", "scale_out")
 TENSORS = (*INPUTS, "prefetch", *MEMORY)
+SLOTS = tuple(
+    slot(name, number)
+    for name in TENSORS
+    for number in range(MAX_SLICES if name in ("x", "weight", "out") else 1)
+)
+"""Names of tensors in csrc/python/arguments.h, in that order; x1 is the second slice's x."""
 PARTS: dict[str, dict[type, dict[str, str | None]]] = {
     "source": {
         ExpertSum: {
@@ -242,12 +257,16 @@ PARTS: dict[str, dict[type, dict[str, str | None]]] = {
     },
     "post_norm": {PostNorm: {"weight": "post_weight", "eps": None, "weight_bias": None}},
     "connection": {HyperConnection: {"post": "post", "mix": "mix"}},
+    "slices": {Slices: {"tensors": "xs", "weights": "weights", "outs": "outs"}},
     "quant": {
         Fp8PerTensor: {"scale": "static_scale"},
         NvFp4: {"global_scale": "static_scale", "scale_layout": None},
     },
 }
-"""Values that hold tensors, keyed by field and type. Maps their parts to names of tensors."""
+"""Values that hold tensors, keyed by field and type. Maps their parts to names of tensors.
+
+xs, weights and outs are tuples with one tensor per slice: kTuples in csrc/python/arguments.h.
+"""
 
 
 _Fields = ParamSpec("_Fields")

@@ -64,7 +64,7 @@ class Target:
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
         """Returns whether csrc/python may repeat this prepared call without `run`."""
-        return prepared.op != "rms_norm_sharded"
+        return True
 
     def refuse(self, error: Exception, algorithm: str) -> None:
         """Tells the peers that this rank refuses a call that they may be making."""
@@ -218,8 +218,7 @@ def _key_of(call: Call) -> tuple[Any, ...]:
         # A separator: results may have the geometry of inputs.
         slices = call.slices
         tensors = (*tensors, *slices.tensors, None, *slices.weights, None, *(slices.outs or ()))
-        in_slices = slices.outs is not None and all(map(_is, slices.tensors, slices.outs))
-        constants = (*constants, in_slices)
+        constants = (*constants, tuple(map(_is, slices.tensors, slices.outs or ())))
     # is_inference, requires_grad: the guards of torch's compiler distinguish tensors by these too.
     geometries = tuple(
         t

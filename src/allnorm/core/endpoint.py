@@ -110,8 +110,6 @@ class Endpoint(Target):
 
     def can_repeat(self, prepared: PreparedCall) -> bool:
         """Returns whether csrc/python may repeat this prepared call."""
-        if prepared.op == "rms_norm_sharded":
-            return False
         if self._handle:
             return prepared.plan.algorithm in names.FUSED
         return self.world_size == 1 and prepared.op != "all_gather_rows"

@@ -21,9 +21,10 @@ import torch
 from torch.autograd import forward_ad
 
 from allnorm.core import _native, shortcuts
-from allnorm.core.call import PARTS, TENSORS, Call
+from allnorm.core.call import PARTS, SLOTS, Call
 from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall
-from allnorm.core.tensors import span_bytes
+from allnorm.core.slices import slot
+from allnorm.core.tensors import row_pitch, span_bytes
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken
 
 _pointer, _object = ctypes.c_void_p, ctypes.py_object
@@ -31,7 +32,11 @@ _NOTHING, _TENSOR, _INPUT = range(3)  # values of Given in csrc/python/prepared.
 # Types of constants that C may compare: equal values are interchangeable (floats: equal bits).
 # Classes are compared too.
 _COMPARABLE = frozenset({float, int, bool, str, type(None), type, Fp8PerGroup, Fp8PerToken})
-_STATIC_SCALE, _OUT = TENSORS.index("static_scale"), TENSORS.index("out")
+_STATIC_SCALE, _OUT = SLOTS.index("static_scale"), SLOTS.index("out")
+# Inputs that results may overwrite, keyed by result.
+_OVERWRITTEN = {"residual_out": "residual"} | {
+    slot("out", number): slot("x", number) for number in range(_native.MAX_SLICES)
+}
 # Tensors that need no alignment: their width is not hidden_size, and the kernels read them element
 # by element, or not at all.
 _NARROW = frozenset(
@@ -101,15 +106,15 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
         return None
     if not _COMPARABLE.issuperset(map(type, call.constants)):
         return None
-    device = call.x.device
+    device, given = call.x.device, call.named
     new = shortcuts.fast_empty(device)
     results: list[tuple[int, Any, tuple[Any, ...]]] = []
     for result in prepared.results:
         if result is None:  # rows that the caller does not want; Call.out is then None
             results.append((_OUT, None, ()))
             continue
-        place = TENSORS.index(result.field)
-        if getattr(call, result.field) is not None:
+        place = SLOTS.index(result.field)
+        if result.field in given:
             results.append((place, None, ()))
         elif result.scale is not None and result.scale.padded:
             results.append((place, result.scale.empty, (device,)))
@@ -118,42 +123,40 @@ def _prepare(prepared: PreparedCall, call: Call, memory: Memory) -> Any:
             results.append((place, new, geometry))
     if isinstance(call.quant, Fp8PerTensor):
         results[1] = (_STATIC_SCALE, None, ())
-    operands = [_operand(call, prepared, field) for field in TENSORS]
+    operands = [_operand(given, prepared, name) for name in SLOTS]
     once = [
-        tensor
-        for tensor, (given, _, _) in zip(call.tensors, operands, strict=True)
-        if tensor is not None and given == _TENSOR
+        given[name] for name, (kind, *_) in zip(SLOTS, operands, strict=True) if kind == _TENSOR
     ]
     # Tensors that require grad are recognized only while gradients are disabled.
     grad_enabled = torch.is_grad_enabled if any(t.requires_grad for t in once) else None
     # Inference tensors have no version; `alike` distinguishes them from other tensors.
-    has_version = any(t is not None and not t.is_inference() for t in call.memory)
+    has_version = any(not t.is_inference() for t in call.written)
     overwrite = shortcuts.version_counter() if has_version else None
-    given, aligns, spans = zip(*operands, strict=True)
     return library.allnorm_fast_call_prepare(
         *(ctypes.addressof(native), shortcuts.alike(once), grad_enabled, overwrite),
         *(call.values, tuple(results)),
-        *((ctypes.c_uint8 * len(given))(*given), (ctypes.c_uint8 * len(aligns))(*aligns)),
-        (ctypes.c_uint64 * len(spans))(*spans),
+        (ctypes.c_uint64 * 5 * len(operands))(*operands),  # type: ignore[misc]
     )
 
 
-def _operand(call: Call, prepared: PreparedCall, field: str) -> tuple[int, int, int]:
-    """Returns the fields of an Operand in prepared.h: given, align_bytes, span_bytes."""
-    tensor = getattr(call, field)
+def _operand(
+    given: dict[str, torch.Tensor], prepared: PreparedCall, name: str
+) -> tuple[int, int, int, int, int]:
+    """Returns the fields of an Operand in prepared.h, in order."""
+    tensor = given.get(name)
     if tensor is None:
-        return _NOTHING, 1, 0
-    given = _TENSOR
-    if (field == "out" and tensor is call.x) or (
-        field == "residual_out" and tensor is call.residual
-    ):
-        given = _INPUT
-    align = 1 if field == "prefetch" else tensor.element_size()
-    if tensor.device.type == "cuda" and field not in _NARROW:
+        return _NOTHING, 1, 0, 0, 0
+    kind = _INPUT if given.get(_OVERWRITTEN.get(name, "")) is tensor else _TENSOR
+    align = 1 if name == "prefetch" else tensor.element_size()
+    if tensor.device.type == "cuda" and name not in _NARROW:
         align = CUDA_ALIGN_BYTES
-    if field == "scale_out" and prepared.scale is not None:
+    if name == "scale_out" and prepared.scale is not None:
         tensor = prepared.scale.with_padding(tensor)
-    return given, align, span_bytes(tensor)
+    # Rows may alternate only with those of a tensor alike: core.arguments.check_overlap.
+    size, x, pitch = tensor.element_size(), given["x"], row_pitch(tensor)
+    if not pitch or tensor.dim() != x.dim() or size != x.element_size():
+        return kind, align, span_bytes(tensor), 0, 0
+    return kind, align, span_bytes(tensor), tensor.shape[-1] * size, pitch * size
 
 
 @contextlib.contextmanager
@@ -184,7 +187,7 @@ def keywords() -> tuple[Any, ...]:
         name = "x" if field.name == "source" else field.name
         kinds = PARTS.get(field.name, {})
         parts = tuple((kind, tuple(kinds[kind].items())) for kind in kinds)
-        table.append((field.name, default, name if name in TENSORS else None, parts))
+        table.append((field.name, default, name if name in SLOTS else None, parts))
     return tuple(table)
 
 
@@ -204,7 +207,7 @@ def _library() -> ctypes.PyDLL | None:
         return None
     new, prepare = library.allnorm_fast_call_new, library.allnorm_fast_call_prepare
     new.argtypes, new.restype = (_pointer, _pointer, *[_object] * 7), _object
-    prepare.argtypes = (_pointer, *[_object] * 5, *[_pointer] * 3)
+    prepare.argtypes = (_pointer, *[_object] * 5, _pointer)
     prepare.restype = _object
     watch = library.allnorm_fast_call_watch
     watch.argtypes, watch.restype = (ctypes.c_int32,), None

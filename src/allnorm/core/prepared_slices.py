@@ -11,6 +11,7 @@ from allnorm.core.arguments import DTYPES, Like
 from allnorm.core.call import Call
 from allnorm.core.prepared_call import CUDA_ALIGN_BYTES, Memory, PreparedCall, Result, address_of
 from allnorm.core.shortcuts import current_raw_stream
+from allnorm.core.slices import slot
 from allnorm.core.tensors import LOW_ADDRESS, rows_of
 from allnorm.policy import Plan
 
@@ -23,7 +24,7 @@ class PreparedSlices(PreparedCall):
         slices = call.slices
         assert slices is not None
         self.plan, self.shard, self.op = plan, None, call.op
-        self.num_tokens, self.scale, self.repeated = call.rows, None, None
+        self.num_tokens, self.scale, self.repeated = call.rows, None, ""
         self.gathers = True
         self._is_cuda = call.x.device.type == "cuda"
         self.native = native = self.describe(call)
@@ -31,7 +32,7 @@ class PreparedSlices(PreparedCall):
         self.address = ctypes.addressof(native)
         self.results = [
             Result(
-                f"out{number}",
+                slot("out", number),
                 f"out[{number}]",
                 Like(x.shape, x.dtype, x.device),
                 tuple(torch.empty(x.shape, device="meta").stride()),
@@ -118,7 +119,7 @@ class PreparedSlices(PreparedCall):
                 stride = read.shape[1]
             if tensors.is_virtual(weight) or address_of(weight) % self._align(weight):
                 weight = tensors.in_memory(weight).clone(memory_format=torch.contiguous_format)
-            out = memory[f"out{number}"]
+            out = memory[slot("out", number)]
             some = address_of(weight)  # any address, for tensors without rows
             native.set_slice(
                 number,
@@ -126,7 +127,7 @@ class PreparedSlices(PreparedCall):
                 weight=some,
                 out=address_of(out) or some,
                 x_stride=stride,
-                out_stride=out.stride(0) if out.dim() == 2 else out.shape[-1],
+                out_stride=_stride(out),
             )
             kept += [read, weight]
         return tuple(kept)
@@ -134,6 +135,22 @@ class PreparedSlices(PreparedCall):
     def _align(self, tensor: torch.Tensor) -> int:  # type: ignore[override]
         return CUDA_ALIGN_BYTES if self._is_cuda else tensor.element_size()
 
-    def repeatable(self, call: Call, memory: Memory) -> None:
-        """Returns None: csrc/python does not repeat calls with lists of tensors."""
-        return
+    def repeatable(self, call: Call, memory: Memory) -> _native.Call | None:
+        """Returns a copy of the C call for tensors like these; None if any of them is copied.
+
+        Also None without rows.
+        """
+        given = call.named
+        as_given = all(given.get(name, out) is out for name, out in memory.items())
+        if any(self._copied) or self.is_virtual or self.num_tokens == 0 or not as_given:
+            return None
+        native = _native.Call.from_buffer_copy(self.native)
+        for number, stride in enumerate(self._strides):
+            out = memory[slot("out", number)]
+            native.set_slice(number, x_stride=stride, out_stride=_stride(out))
+        return native
+
+
+def _stride(out: torch.Tensor) -> int:
+    """Returns the row stride of a result, in elements."""
+    return out.stride(0) if out.dim() == 2 else out.shape[-1]

@@ -50,9 +50,20 @@ class Slices:
         return cls(tuple(tensors), tuple(weights), outs)
 
     @property
+    def named(self) -> dict[str, Any]:
+        """All tensors that the call has, keyed by their names in csrc/python/arguments.h."""
+        parts = ("x", self.tensors), ("weight", self.weights), ("out", self.outs or ())
+        return {slot(name, number): t for name, part in parts for number, t in enumerate(part)}
+
+    @property
     def given(self) -> tuple[Any, ...]:
         """All tensors that the call has."""
         return *self.tensors, *self.weights, *(self.outs or ())
+
+
+def slot(name: str, number: int) -> str:
+    """Returns the name of the tensor "x", "weight" or "out" of a slice in csrc/python."""
+    return f"{name}{number}" if number else name
 
 
 def _sequence(value: object) -> Sequence[Tensor]:

@@ -164,6 +164,13 @@ def has_even_rows(x: torch.Tensor) -> bool:
     return all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 1))
 
 
+def row_pitch(tensor: torch.Tensor) -> int:
+    """Returns the elements from each row to the next; 0 unless rows are dense and evenly spaced."""
+    if tensor.dim() < 2 or tensor.stride(-1) != 1 or not has_even_rows(tensor):
+        return 0
+    return max(0, tensor.stride(-2))
+
+
 def span_bytes(tensor: torch.Tensor) -> int:
     """Returns the bytes from the start of a tensor's first element to the end of its last."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
