@@ -184,6 +184,20 @@ def test_columns_of_one_matrix(rank: int, world_size: int) -> None:
             dist.barrier()
 
 
+@needs_library
+@on(cpu=(2,), gpu=(2,))
+def test_after_a_copied_call(rank: int, world_size: int) -> None:
+    """Checks that C reads rows that are apart after Python has read a copy of such rows."""
+    c, shape = comm(), (11,)
+    for call in range(5):
+        xs, weights = own(c, call, shape)
+        whole = torch.cat((*xs, torch.ones_like(xs[1])), -1)
+        columns = (whole if call else misaligned(whole))[:, : sum(SIZES)].split(SIZES, -1)
+        with only_c(c, call):
+            results = c.rms_norm_sharded(columns, weights, EPS)
+        compare(results, expected(c, call, shape), f"call {call}")
+
+
 def others(c: allnorm.Communicator) -> Iterator[tuple[str, Call]]:
     """Yields calls that differ from the one of `prepare`, each with its difference."""
     xs, weights = own(c)
