@@ -14,7 +14,7 @@ from allnorm.names import ALGORITHMS, BETWEEN_ISLANDS, SCALE_FORMATS, SCALE_LAYO
 from allnorm.quant import Quant
 
 PEERS = ("flashinfer", "sglang", "vllm", "symm_mem")
-STREAM_PEERS = ("flashinfer", "sglang")
+_STREAM_PEERS = ("flashinfer", "sglang")
 RESIDUALS = ("replicated", "sharded")
 
 YARDSTICKS = ("empty", "local")
@@ -202,10 +202,10 @@ def peer_names(device: str, mode: Mode) -> list[str]:
     """Returns the names of the peer libraries that support a mode.
 
     Peers run only on GPUs, and support neither sharded nor float32 residuals, post norms, experts
-    nor sharded norms. Of streams, two support four.
+    nor sharded norms. Two of them support four streams.
     """
-    if device == "cuda" and mode.streams:
-        return [name for name in PEERS if name in STREAM_PEERS and mode.streams == 4]
+    if mode.streams:
+        return list(_STREAM_PEERS) if device == "cuda" and mode.streams == 4 else []
     supported = mode.is_plain and not mode.residual_sharded and not mode.float32_residual
     return list(PEERS) if device == "cuda" and supported else []
 

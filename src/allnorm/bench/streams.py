@@ -126,13 +126,11 @@ def of_peer(case: Case, mode: Mode, name: str, run: Callable[..., Tensor]) -> Ar
     for index in range(len(case.batches)):
         residual, connection = stream_inputs(case, mode, index)
         inputs.append((residual, connection.post, connection.mix.mT.contiguous()))
-    check = _check(case, mode, exact=False)
-    call = partial(_call_with, run, inputs)
-    return Arm(name, call, no_outcome, check=check, foreign=True)
 
+    def call(index: int) -> Tensor:
+        return run(index, *inputs[index])
 
-def _call_with(run: Callable[..., Tensor], inputs: list[Any], index: int) -> Tensor:
-    return run(index, *inputs[index])
+    return Arm(name, call, no_outcome, check=_check(case, mode, exact=False), foreign=True)
 
 
 def _check(case: Case, mode: Mode, exact: bool) -> Callable[[Any, int], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,6 +16,14 @@ from allnorm.bench.arms import Arm, Call, Reduction, outcome_of
 from allnorm.bench.case import Case
 from allnorm.bench.modes import Mode, Shape
 from allnorm.testing import DTYPES
+
+
+def optional_module(name: str) -> Any:
+    """Imports a module that some versions of a library do not have; returns None without it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
 
 
 @dataclass(frozen=True)

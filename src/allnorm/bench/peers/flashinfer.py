@@ -1,9 +1,9 @@
-"""FlashInfer's fused all-reduce + residual add + RMSNorm (+ FP8): its `trtllm` kernels only.
+"""FlashInfer's all-reduce + residual add + RMSNorm (+ FP8), and its all-reduce + stream mixing.
 
-The other backends, which "auto" may choose, use NVLink multicast. The unified API is therefore
-bypassed: a lower-level function creates the workspace in plain shared memory, and the calls use the
-matching kernel function. Both have the same arguments in versions 0.3 to 0.7, except a few that
-were added later.
+All reductions run on its `trtllm` kernels. The other backends, which "auto" may choose, use NVLink
+multicast. The unified API is therefore bypassed: a lower-level function creates the workspace in
+plain shared memory, and the calls use the matching kernel function. Both have the same arguments in
+versions 0.3 to 0.7, except a few that were added later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from allnorm.bench import streams
 from allnorm.bench.arms import Arm
 from allnorm.bench.case import Case
 from allnorm.bench.modes import Mode
-from allnorm.bench.peers.base import Peer
+from allnorm.bench.peers.base import Peer, optional_module
 
 _WORLD_SIZES = (2, 4, 8)
 _ACCESS_BYTES = 16
@@ -55,12 +55,7 @@ class FlashInfer(Peer):
         self._create: Callable[..., Any] = getattr(trtllm_ar, _CREATE)
         self._fusion: Callable[..., Any] = getattr(trtllm_ar, _CALL)
         self._patterns: Any = comm.AllReduceFusionPattern
-        try:
-            from flashinfer import mhc
-        except ImportError:  # versions before 0.7
-            self._mix: Callable[..., Any] | None = None
-        else:
-            self._mix = mhc.mhc_post
+        self._mhc = optional_module("flashinfer.mhc")  # missing before 0.7
         self._parameters = inspect.signature(self._fusion).parameters
         return ""
 
@@ -105,10 +100,10 @@ class FlashInfer(Peer):
 
     def streams(self, case: Case, mode: Mode) -> list[Arm]:
         """Returns an arm of the plain all-reduce, then the kernel that mixes four streams."""
-        if self._mix is None or case.dtype != torch.bfloat16:
+        if self._mhc is None or case.dtype != torch.bfloat16:
             return []
-        mix, common = self._mix, self._common(case, self._patterns.kAllReduce, None)
-        unused = dict.fromkeys(
+        mix, fusion = self._mhc.mhc_post, self._fusion
+        common = self._common(case, self._patterns.kAllReduce, None) | dict.fromkeys(
             ("residual_in", "residual_out", "norm_out", "rms_gamma", "quant_out", "scale_out")
         )
 
@@ -117,7 +112,7 @@ class FlashInfer(Peer):
         ) -> torch.Tensor:
             x = case.xs[index]
             reduced = torch.empty_like(x)
-            self._fusion(**(common | unused | {"allreduce_in": x, "allreduce_out": reduced}))
+            fusion(allreduce_in=x, allreduce_out=reduced, **common)
             mixed: torch.Tensor = mix(reduced, residual, post, factors)
             return mixed
 
@@ -168,6 +163,7 @@ class FlashInfer(Peer):
                     scale = allnorm.quant.empty_scale(spec, rows, columns, x.device)
             fusion(
                 allreduce_in=x,
+                allreduce_out=None,
                 residual_in=batch.residual,
                 residual_out=residual,
                 norm_out=normed,
@@ -197,7 +193,6 @@ class FlashInfer(Peer):
             "fp32_acc": True,
             "pattern_code": pattern,
             "use_oneshot": one_shot,
-            "allreduce_out": None,
             "rms_eps": case.shape.eps,
             "scale_factor": None,
             "layout_code": None,

@@ -1,4 +1,4 @@
-"""SGLang's fused push kernel, and its custom all-reduce followed by allnorm's norm."""
+"""SGLang's fused push kernels, and its custom all-reduce followed by allnorm's norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from allnorm.bench import streams
 from allnorm.bench.arms import Arm, Reduction
 from allnorm.bench.case import Case
 from allnorm.bench.modes import Mode
-from allnorm.bench.peers.base import Peer
+from allnorm.bench.peers.base import Peer, optional_module
+
+_KERNELS = "sglang.kernels.ops.communication"
 
 # In every rank's memory each peer has two slots of this size, and each row has a counter.
 _MAX_PUSH_BYTES = 16 << 20
@@ -45,19 +47,9 @@ class Sglang(Peer):
         from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
 
         self._class: Any = custom_all_reduce_v2.CustomAllReduceV2
-        try:
-            from sglang.kernels.ops.communication import all_reduce_mhc
-        except ImportError:
-            self._mhc: Any = None
-        else:
-            self._mhc = all_reduce_mhc
-        try:
-            from sglang.kernels.ops.communication import all_reduce_fusion
-        except ImportError:
-            self._fusion: Any = None
-        else:
-            has_it = hasattr(all_reduce_fusion, "all_reduce_residual_norm")
-            self._fusion = all_reduce_fusion if has_it else None
+        self._mhc = optional_module(f"{_KERNELS}.all_reduce_mhc")
+        fusion = optional_module(f"{_KERNELS}.all_reduce_fusion")
+        self._fusion: Any = fusion if hasattr(fusion, "all_reduce_residual_norm") else None
         return ""
 
     def open(self) -> str | None:
@@ -86,11 +78,8 @@ class Sglang(Peer):
 
     def fused(self, case: Case) -> list[Arm]:
         """Returns the arms of the fused kernel, for shapes that it supports."""
-        num_bytes = case.xs[0].numel() * case.dtype.itemsize
         if (
-            self._fusion is None
-            or num_bytes > _MAX_PUSH_BYTES
-            or case.shape.num_tokens > self._max_rows()
+            not self._can_push(case)
             or case.shape.weight_bias not in (0.0, 1.0)
             or not self._fusion.valid_cluster_sizes(case.shape.hidden_size)
         ):
@@ -101,17 +90,11 @@ class Sglang(Peer):
     def streams(self, case: Case, mode: Mode) -> list[Arm]:
         """Returns the arm of the kernel that mixes four streams, which is built for one width.
 
-        The kernel gathers experts' rows; here each row of x is one token's only expert, with weight
-        1. It also stores the reduced sum.
+        The kernel sums experts' rows: each row of x is the only expert of a token, with weight 1.
+        It also stores the reduced sum.
         """
         rows, columns = case.xs[0].shape
-        if (
-            self._mhc is None
-            or self._fusion is None
-            or columns != self._mhc._MHC_HIDDEN_DIM
-            or rows > self._max_rows()
-            or case.xs[0].numel() * case.dtype.itemsize > _MAX_PUSH_BYTES
-        ):
+        if self._mhc is None or columns != self._mhc._MHC_HIDDEN_DIM or not self._can_push(case):
             return []
         index = torch.arange(rows, device=case.device, dtype=torch.int32)
         ones = torch.ones(rows, 1, device=case.device)
@@ -132,6 +115,12 @@ class Sglang(Peer):
             return []
         xs, reduce = case.xs, self._comm.custom_all_reduce
         return [Reduction(self.name, lambda i: reduce(xs[i]), capturing=self._comm.capture)]
+
+    def _can_push(self, case: Case) -> bool:
+        """Returns whether the fused kernels exist, and support this number of rows and bytes."""
+        num_bytes = case.xs[0].numel() * case.dtype.itemsize
+        fits = num_bytes <= _MAX_PUSH_BYTES and case.shape.num_tokens <= self._max_rows()
+        return self._fusion is not None and fits
 
     def _max_rows(self) -> int:
         return _MAX_PUSH_ROWS if self.setting.world_size == 2 else _MAX_PUSH_ROWS_OF_MANY_RANKS
