@@ -101,8 +101,8 @@ std::size_t find_keyword(PyObject* name, std::size_t first) {
   return all.size();
 }
 
-// Distributes a tuple with one tensor per slice. Python refuses a tuple that has anything else;
-// None would look like a slice that does not exist.
+// Reads a tuple with one tensor per slice. Returns false for any other value, which Python refuses.
+// An element that is None must not pass: a slice without that tensor would look the same.
 bool put_tuple(PyObject* value, Tensor first, Arguments& arguments) {
   if (value == Py_None) return true;
   if (!PyTuple_CheckExact(value) || PyTuple_Size(value) > ALLNORM_MAX_SLICES) return false;

@@ -12,8 +12,9 @@
 
 namespace allnorm {
 
-// The tensors that a call may have. The last ones, from kOut on, are preallocated results. In a
-// call of slices, kX, kWeight and kOut are those of the first slice; the other slices' follow each.
+// The tensors that a call may have. Those from kOut on are preallocated results. In a call of
+// rms_norm_sharded, kX, kWeight and kOut belong to the first slice, and kX + i, kWeight + i and
+// kOut + i to slice i.
 enum Tensor : int {
   kX,
   kResidual = kX + ALLNORM_MAX_SLICES,
@@ -59,7 +60,7 @@ constexpr const char* kTensorNames[kNumTensors] = {"x",
                                                    "quantized_out",
                                                    "scale_out"};
 
-// A tuple with one tensor per slice: its name, and the tensor that its first element is.
+// The name of a tuple with one tensor per slice, and the place of its first element.
 struct Tuple {
   const char* name;
   Tensor first;

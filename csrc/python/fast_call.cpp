@@ -89,8 +89,9 @@ bool knows(FastCall& fast, void* stream) {
   return false;
 }
 
-// Creates the results of the call and returns them: a tuple, or the only result; in a call of
-// slices a list. Writes the addresses of new results to `call`. Returns NULL with an error set.
+// Creates the results of the call and returns them: a list for rms_norm_sharded, and for other
+// calls a tuple or the only result. Writes the addresses of new results to `call`. Returns NULL
+// with an error set.
 PyObject* make_results(const Prepared& prepared, const Arguments& arguments, AllnormCall& call) {
   const auto count = static_cast<Py_ssize_t>(prepared.results.size());
   const bool is_list = call.op == ALLNORM_RMS_NORM_SHARDED;

@@ -62,8 +62,8 @@ Ref tuple_of(PyObject* const* objects, int count) {
   return tuple;
 }
 
-// Returns whether the rows of two tensors alternate in memory, as columns of one matrix do. Those
-// of `low` start at the lower address; `apart` bytes are between the two addresses.
+// Returns whether the rows of two tensors alternate in memory, as columns of one matrix do. `low`
+// starts at the lower address, and `high` starts `apart` bytes after it.
 bool alternate(const Operand& low, const Operand& high, std::uintptr_t apart) {
   if (low.pitch_bytes == 0 || low.pitch_bytes != high.pitch_bytes) return false;
   const std::uintptr_t column = apart % low.pitch_bytes;

@@ -19,9 +19,11 @@ struct Operand {
   Given given;
   std::uint8_t align_bytes;  // required alignment of its address
   std::uint64_t span_bytes;  // from its first element to the end of its last
-  // Of evenly spaced rows; both 0 for a tensor that other tensors' rows must not alternate with.
+  // Size of a row, and distance from the start of a row to the start of the next one. Both are 0 if
+  // the rows are not dense and evenly spaced, or if the tensor has another number of dimensions or
+  // another element size than x. Then bind_given() treats the whole span as the tensor's memory.
   std::uint64_t row_bytes;
-  std::uint64_t pitch_bytes;  // from the start of a row to the start of the next
+  std::uint64_t pitch_bytes;
 };
 
 // A value that a call returns.

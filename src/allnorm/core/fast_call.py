@@ -152,11 +152,13 @@ def _operand(
         align = CUDA_ALIGN_BYTES
     if name == "scale_out" and prepared.scale is not None:
         tensor = prepared.scale.with_padding(tensor)
-    # Rows may alternate only with those of a tensor alike: core.arguments.check_overlap.
-    size, x, pitch = tensor.element_size(), given["x"], row_pitch(tensor)
-    if not pitch or tensor.dim() != x.dim() or size != x.element_size():
-        return kind, align, span_bytes(tensor), 0, 0
-    return kind, align, span_bytes(tensor), tensor.shape[-1] * size, pitch * size
+    # As in core.arguments.check_overlap, rows may alternate only between tensors with the same
+    # number of dimensions and element size: here, those of x.
+    size, x = tensor.element_size(), given["x"]
+    is_like_x = tensor.dim() == x.dim() and size == x.element_size()
+    pitch = row_pitch(tensor) if is_like_x else 0
+    row = tensor.shape[-1] if pitch else 0
+    return kind, align, span_bytes(tensor), row * size, pitch * size
 
 
 @contextlib.contextmanager

@@ -136,9 +136,9 @@ class PreparedSlices(PreparedCall):
         return CUDA_ALIGN_BYTES if self._is_cuda else tensor.element_size()
 
     def repeatable(self, call: Call, memory: Memory) -> _native.Call | None:
-        """Returns a copy of the C call for tensors like these; None if any of them is copied.
+        """Returns a copy of the C call for tensors like these.
 
-        Also None without rows.
+        Returns None if any tensor is copied, or if there are no rows.
         """
         given = call.named
         as_given = all(given.get(name, out) is out for name, out in memory.items())
