@@ -373,7 +373,8 @@ def _explanation(job: Job) -> str:
     if any(mode.streams for mode in job.modes):
         text += (
             " Streams: all_reduce_hyper_connection of residuals with several streams. +mix: an "
-            "all-reduce, then a kernel that mixes the streams (Triton; on CPU: PyTorch)."
+            "all-reduce, then a kernel that mixes the streams (Triton; on CPU: PyTorch; for "
+            "flashinfer+mix: FlashInfer's)."
         )
     if any(mode.own_rows for mode in job.modes):
         text += (
