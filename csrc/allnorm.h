@@ -16,7 +16,7 @@ extern "C" {
 #define ALLNORM_API __attribute__((visibility("default")))
 // Incremented with every incompatible change to this file. Python rejects a library with a
 // different number.
-#define ALLNORM_ABI_VERSION 10
+#define ALLNORM_ABI_VERSION 11
 #define ALLNORM_MAX_WORLD_SIZE 64
 #define ALLNORM_MAX_SLICES 4
 #define ALLNORM_MAX_STREAMS 8
@@ -216,6 +216,38 @@ typedef struct AllnormCall {
   int32_t streams_padding;    // 0
 } AllnormCall;
 
+// A layer's input, made from residual streams: "The next layer's input" in docs/numerics.md. With n
+// = num_streams, the projection has n * (n + 2) rows: n for the input's coefficients, n for those
+// of the output, and n * n for the mix. All coefficients are float32 and contiguous.
+typedef struct AllnormStreamInput {
+  uint32_t struct_bytes;  // sizeof(AllnormStreamInput), checked
+  int32_t dtype;          // AllnormDtype of out
+  int32_t stream_dtype;   // dtype, or ALLNORM_FLOAT32
+  int32_t weight_dtype;   // dtype, or ALLNORM_FLOAT32
+  int32_t numerics;       // AllnormNumerics; only bit 1 matters
+  int32_t num_streams;    // 2 to ALLNORM_MAX_STREAMS
+  int32_t iterations;     // of Sinkhorn's steps, at least 1
+  float eps;              // of the norm
+  float weight_bias;
+  float stream_eps;  // added to the mean square of all streams of a token
+  float hc_eps;      // added to the input's coefficients and to the sums of Sinkhorn's steps
+  float post_scale;  // factor of the output's coefficients
+  int64_t num_tokens;
+  int64_t hidden_size;
+  const void* streams;  // [num_tokens, num_streams, hidden_size]
+  int64_t token_stride;
+  int64_t stream_stride;
+  const float* fn;     // [n * (n + 2), num_streams * hidden_size]
+  const float* scale;  // [3]: factors of the three groups of coefficients
+  const float* base;   // [n * (n + 2)]
+  const void* weight;  // [hidden_size]
+  void* out;           // [num_tokens, hidden_size]: the normed input
+  int64_t out_stride;
+  float* post;         // [num_tokens, num_streams], a result
+  float* mix;          // [num_tokens, num_streams, num_streams], a result: as in AllnormCall
+  void* cuda_stream;   // cudaStream_t; NULL on CPU
+} AllnormStreamInput;
+
 typedef enum AllnormCallFlags {
   ALLNORM_NO_PDL =
       1,  // no programmatic dependent launch: start when the preceding kernel has ended
@@ -343,6 +375,10 @@ ALLNORM_API int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call);
 // ALLNORM_RESIDUAL_SHARDED, because every row is this rank's. RMS_NORM_SHARDED: one of its two
 // parts, see square_sums.
 ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
+
+// Makes a layer's input from residual streams; not collective. Any hidden_size and alignment. No
+// result may overlap another tensor.
+ALLNORM_API int32_t allnorm_stream_input(const AllnormStreamInput* input);
 
 // Copies the failure record; never waits. Returns fault->status.
 ALLNORM_API int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault);

@@ -14,14 +14,6 @@ namespace {
 
 constexpr int32_t kCallFlags = 2 * ALLNORM_NO_GATHER - 1;  // all flags
 
-int32_t check_struct(const char* name, uint32_t given, size_t expected) {
-  if (given == expected) return ALLNORM_OK;
-  return fail(ALLNORM_INVALID_ARGUMENT,
-              "%s.struct_bytes is %u; expected %zu: the caller and this library were built from "
-              "different versions of allnorm.h, reinstall allnorm",
-              name, given, expected);
-}
-
 int32_t check_quant(const AllnormCall& call) {
   if (call.quant < ALLNORM_QUANT_NONE || call.quant > ALLNORM_QUANT_NVFP4) {
     return invalid("quant", call.quant, "an AllnormQuant, 0 to 4");
@@ -64,12 +56,6 @@ int32_t check_quant(const AllnormCall& call) {
                 static_cast<long long>(call.hidden_size));
   }
   return ALLNORM_OK;
-}
-
-int32_t check_eps(const char* name, float eps) {
-  if (eps >= 0.0f && !std::isinf(eps)) return ALLNORM_OK;
-  return fail(ALLNORM_INVALID_ARGUMENT, "%s is %g; expected a finite number >= 0", name,
-              static_cast<double>(eps));
 }
 
 // Checks the arguments of step 1c, and the flag that omits the final norm.
@@ -284,6 +270,20 @@ int32_t check_local_slices(const AllnormCall& call) {
 }
 
 }  // namespace
+
+int32_t check_struct(const char* name, uint32_t given, size_t expected) {
+  if (given == expected) return ALLNORM_OK;
+  return fail(ALLNORM_INVALID_ARGUMENT,
+              "%s.struct_bytes is %u; expected %zu: the caller and this library were built from "
+              "different versions of allnorm.h, reinstall allnorm",
+              name, given, expected);
+}
+
+int32_t check_eps(const char* name, float eps) {
+  if (eps >= 0.0f && !std::isinf(eps)) return ALLNORM_OK;
+  return fail(ALLNORM_INVALID_ARGUMENT, "%s is %g; expected a finite number >= 0", name,
+              static_cast<double>(eps));
+}
 
 int64_t element_bytes(int dtype) { return dtype == ALLNORM_FLOAT32 ? 4 : 2; }
 

@@ -2,6 +2,7 @@
 // message that names the given and the expected value.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "allnorm.h"
@@ -11,11 +12,16 @@ namespace allnorm {
 
 int64_t element_bytes(int dtype);
 
+// Checks the size of a struct that the caller has filled in.
+int32_t check_struct(const char* name, uint32_t given, size_t expected);
+int32_t check_eps(const char* name, float eps);
 // Checks everything in a call except its number of rows and its memory.
 int32_t check_kind(const AllnormCall* call);
 // Check a whole call. `config`: the communicator's config, or NULL.
 int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call);
 int32_t check_local(const AllnormCall* call);
+// Checks a whole AllnormStreamInput.
+int32_t check_stream_input(const AllnormStreamInput* input);
 // Checks the memory of a call's tensors. `num_sources`: number of matrices in x. `held`: the rows
 // that only this rank holds (x of all_gather_rows; a sharded residual). `owned`: the rows that this
 // rank sums for its peers, which are also the rows of island sums.

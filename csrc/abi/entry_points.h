@@ -1,5 +1,5 @@
 // The entry points of the C ABI that all backends share. Include it in exactly one file of each
-// library, after the backend's communicator class, rows_per_chunk(), run_local() and AllnormComm.
+// library, after the backend's communicator class, rows_per_chunk(), run_local(), run_stream_input() and AllnormComm.
 #pragma once
 
 #include <cstdint>
@@ -58,6 +58,11 @@ int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call) {
 int32_t allnorm_local(const AllnormCall* call) {
   if (const int32_t status = allnorm::check_local(call)) return status;
   return allnorm::run_local(*call);
+}
+
+int32_t allnorm_stream_input(const AllnormStreamInput* input) {
+  if (const int32_t status = allnorm::check_stream_input(input)) return status;
+  return input->num_tokens == 0 ? ALLNORM_OK : allnorm::run_stream_input(*input);
 }
 
 int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault) {

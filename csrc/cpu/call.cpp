@@ -375,4 +375,12 @@ int32_t run_local(const AllnormCall& call) {
   return ALLNORM_OK;
 }
 
+int32_t run_stream_input(const AllnormStreamInput& input) {
+  thread_local Scratch scratch;
+  float* const memory = scratch.reserve(input.hidden_size);
+  if (memory == nullptr) return fail(ALLNORM_SYSTEM, "no memory for a scratch row");
+  best_isa().make_inputs(input, memory);
+  return ALLNORM_OK;
+}
+
 }  // namespace allnorm

@@ -49,5 +49,6 @@ void fill_nan(const AllnormCall& call, int world_size, int rank, int64_t first);
 
 // Makes a local call: sums sources in this process's own memory.
 int32_t run_local(const AllnormCall& call);
+int32_t run_stream_input(const AllnormStreamInput& input);
 
 }  // namespace allnorm

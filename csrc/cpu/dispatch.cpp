@@ -9,13 +9,16 @@ namespace allnorm {
 #if defined(__x86_64__)
 namespace avx512 {
 void run_rows(const RowOp& op, const RowTask& task);
+void make_inputs(const AllnormStreamInput& input, float* scratch);
 }
 namespace avx2 {
 void run_rows(const RowOp& op, const RowTask& task);
+void make_inputs(const AllnormStreamInput& input, float* scratch);
 }
 #endif
 namespace baseline {
 void run_rows(const RowOp& op, const RowTask& task);
+void make_inputs(const AllnormStreamInput& input, float* scratch);
 }
 
 namespace {
@@ -42,10 +45,10 @@ const Isa& choose() {
 
 constexpr Isa kIsas[] = {
 #if defined(__x86_64__)
-    {.name = "avx512", .available = has_avx512, .run_rows = avx512::run_rows},
-    {.name = "avx2", .available = has_avx2, .run_rows = avx2::run_rows},
+    {.name = "avx512", .available = has_avx512, .run_rows = avx512::run_rows, .make_inputs = avx512::make_inputs},
+    {.name = "avx2", .available = has_avx2, .run_rows = avx2::run_rows, .make_inputs = avx2::make_inputs},
 #endif
-    {.name = "baseline", .available = always, .run_rows = baseline::run_rows},
+    {.name = "baseline", .available = always, .run_rows = baseline::run_rows, .make_inputs = baseline::make_inputs},
 };
 const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);
 

@@ -7,6 +7,7 @@
 #include "cpu/row_task.h"
 #include "cpu/simd.h"
 #include "cpu/sources.h"
+#include "cpu/stream_input.h"
 #include "protocol/numerics.h"
 
 namespace allnorm::ALLNORM_ISA {
@@ -111,6 +112,18 @@ void run_rows(const RowOp& op, const RowTask& task) {
       return run_dtype<Float16>(op, task);
     case ALLNORM_BFLOAT16:
       return run_dtype<Bfloat16>(op, task);
+  }
+}
+
+void make_inputs(const AllnormStreamInput& input, float* scratch) {
+  const DefaultFloatMode mode;
+  switch (input.dtype) {
+    case ALLNORM_FLOAT32:
+      return make_input_rows<Float32>(input, scratch);
+    case ALLNORM_FLOAT16:
+      return make_input_rows<Float16>(input, scratch);
+    case ALLNORM_BFLOAT16:
+      return make_input_rows<Bfloat16>(input, scratch);
   }
 }
 

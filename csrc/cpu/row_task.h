@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "allnorm.h"
 #include "protocol/numerics.h"
 #include "protocol/row_format.h"
 
@@ -176,11 +177,14 @@ struct RowTask {
 };
 
 using RowKernel = void (*)(const RowOp& op, const RowTask& task);
+// Makes the inputs of all tokens. `scratch`: as in RowOp.
+using InputKernel = void (*)(const AllnormStreamInput& input, float* scratch);
 
 struct Isa {
   const char* name;
   bool (*available)();
   RowKernel run_rows;
+  InputKernel make_inputs;
 };
 
 // All compiled instruction sets, best first; the last one is always available.

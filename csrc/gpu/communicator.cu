@@ -203,14 +203,9 @@ static const void* local_slices_result(const AllnormCall& call) {
   return call.num_sources == 0 ? call.square_sums : call.slices[0].out;
 }
 
-int32_t run_local(const AllnormCall& call) {
-  if (call.num_tokens == 0) return ALLNORM_OK;
-  // The device is that of the tensors; the caller need not have made it current.
-  const void* result = norms_slices(call)    ? local_slices_result(call)
-                       : mixes_streams(call) ? call.residual_out
-                       : is_quantized(call)  ? call.quantized
-                       : ends_with_sum(call) ? call.residual_out
-                                             : call.out;
+// Calls launch(device) with the device of `result`, which the caller need not have made current.
+template <class Launch>
+static int32_t on_device_of(const void* result, Launch&& launch) {
   cudaPointerAttributes attributes;
   int32_t status = cuda_status(cudaPointerGetAttributes(&attributes, result),
                                "querying the device of the result");
@@ -223,9 +218,25 @@ int32_t run_local(const AllnormCall& call) {
   status = cuda_status(guard.status(), "selecting the device");
   Device device;
   if (status == ALLNORM_OK) status = query_device(attributes.device, &device);
-  if (status != ALLNORM_OK) return status;
-  if (mixes_streams(call)) return launch_local_streams(device, call);
-  return norms_slices(call) ? launch_local_slices(device, call) : launch_local(device, call);
+  return status == ALLNORM_OK ? launch(device) : status;
+}
+
+int32_t run_local(const AllnormCall& call) {
+  if (call.num_tokens == 0) return ALLNORM_OK;
+  const void* result = norms_slices(call)    ? local_slices_result(call)
+                       : mixes_streams(call) ? call.residual_out
+                       : is_quantized(call)  ? call.quantized
+                       : ends_with_sum(call) ? call.residual_out
+                                             : call.out;
+  return on_device_of(result, [&](const Device& device) {
+    if (mixes_streams(call)) return launch_local_streams(device, call);
+    return norms_slices(call) ? launch_local_slices(device, call) : launch_local(device, call);
+  });
+}
+
+int32_t run_stream_input(const AllnormStreamInput& input) {
+  return on_device_of(input.out,
+                      [&](const Device& device) { return launch_stream_input(device, input); });
 }
 
 int32_t GpuCommunicator::stats(AllnormStats* stats) const {

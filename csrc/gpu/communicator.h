@@ -66,5 +66,6 @@ int64_t rows_per_chunk(int world_size, int64_t workspace_bytes, const AllnormCal
 
 // Runs the local kernel; not collective.
 int32_t run_local(const AllnormCall& call);
+int32_t run_stream_input(const AllnormStreamInput& input);
 
 }  // namespace allnorm

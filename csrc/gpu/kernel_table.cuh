@@ -21,6 +21,7 @@
 #include "gpu/sources/dense_rows.cuh"
 #include "gpu/sources/expert_rows.cuh"
 #include "gpu/sources/summed_rows.cuh"
+#include "gpu/stream_input.cuh"
 #include "gpu/streams.cuh"
 #include "gpu/transports/one_shot.cuh"
 #include "gpu/transports/two_shot.cuh"
@@ -124,6 +125,14 @@ struct LocalStreamsEntry : Entry<kKind, k1, kFeatures, Formats> {
   }
 };
 
+template <KernelKind kKind, bool kAligned, class Formats>
+struct StreamInputEntry : Entry<kKind, k1, kBasic, Formats> {
+  template <class T, int, template <class> class>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(&stream_input_kernel<StreamInputRows<T, kAligned>>);
+  }
+};
+
 template <class... Entries>
 struct KernelTable {};
 
@@ -173,6 +182,10 @@ using Kernels = KernelTable<
     StreamsEntry<kStreamsTwoShot,      kAll, ExpertRows, TwoShot,  Relayed,     kSparse, kExperts, OnlyPlain>,
     LocalStreamsEntry<kLocalStreams, kBasic,   OnlyPlain>,
     LocalStreamsEntry<kLocalStreams, kExperts, OnlyPlain>,
+
+    //               kind             aligned formats
+    StreamInputEntry<kStreamInput,    true,   OnlyPlain>,
+    StreamInputEntry<kStreamInputAny, false,  OnlyPlain>,
 
     //         kind        source           features
     LocalEntry<kLocalRows, SummedRows,      kBasic>,

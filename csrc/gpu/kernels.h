@@ -31,6 +31,9 @@ enum class KernelKind {
   kLocalAligned,  // rows of whole, aligned packs of any width
   kLocalAny,      // rows of any width and alignment
   kLocalStreams,  // streams of rows of any width and alignment
+  // StreamInputParams:
+  kStreamInput,     // rows of whole, aligned packs
+  kStreamInputAny,  // rows of any width and alignment
 };
 
 struct KernelKey {

@@ -417,6 +417,28 @@ int32_t launch_local_streams(const Device& device, const AllnormCall& call) {
   return launch_on_stream(device, kernel, &params, geometry, 0, call);
 }
 
+int32_t launch_stream_input(const Device& device, const AllnormStreamInput& input) {
+  StreamInputParams params = stream_input_params(input, device.num_sms);
+  const int64_t width = element_bytes(input.dtype);
+  const bool aligned =
+      input.hidden_size % kInputPackElems == 0 &&
+      is_aligned(input.streams, params.streams.stride_bytes) &&
+      params.stream_stride_bytes % kPackBytes == 0 && is_aligned(input.fn, 0) &&
+      is_aligned(input.weight, 0) && is_aligned(input.out, input.out_stride * width);
+  const void* kernel = find_kernel(
+      input.dtype, {.kind = aligned ? KernelKind::kStreamInput : KernelKind::kStreamInputAny,
+                    .world_size = 1,
+                    .format = RowFormat::kPlain,
+                    .needs = kBasic});
+  Geometry geometry = {.num_blocks = 0, .cluster_size = 1, .num_threads = kInputThreads};
+  const int64_t units = (input.num_tokens + params.tokens - 1) / params.tokens;
+  geometry.num_blocks = choose_num_blocks(units, 1, resident_blocks(device, kernel, geometry), 0);
+  AllnormCall plain = {};
+  plain.stream = input.cuda_stream;
+  return launch_on_stream(device, kernel, &params, geometry, stream_input_shared_bytes(params),
+                          plain);
+}
+
 int32_t launch_probe(const Device& device, const ProbeParams& params) {
   const Geometry geometry = {.num_blocks = 1, .cluster_size = 1, .num_threads = 32};
   return launch(device, probe_kernel(), &params, geometry, 0, AllnormCall{}, Start::kEnded);

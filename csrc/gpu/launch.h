@@ -68,6 +68,7 @@ int32_t launch_without_rows(const Device& device, const AllnormCall& call, int w
 
 int32_t launch_local(const Device& device, const AllnormCall& call);
 int32_t launch_local_streams(const Device& device, const AllnormCall& call);
+int32_t launch_stream_input(const Device& device, const AllnormStreamInput& input);
 
 // Launch the fused and the local kernel for RMS_NORM_SHARDED.
 int32_t launch_slices(const Device& device, const AllnormCall& call, int world_size,

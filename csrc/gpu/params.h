@@ -8,6 +8,7 @@
 #include "machine.h"
 #include "protocol/call_tag.h"
 #include "protocol/layout.h"
+#include "protocol/stream_input.h"
 
 namespace allnorm {
 
@@ -83,6 +84,38 @@ struct QuantParams {
   // Return the group of a pack, and whether the pack is the first of its group. Not per tensor.
   ALLNORM_HD int group_of(int pack) const { return pack >> group_shift; }
   ALLNORM_HD bool leads_group(int pack) const { return (pack & ~(~0u << group_shift)) == 0; }
+};
+
+// The threads of a block that makes layers' inputs: one warp per segment.
+constexpr int kInputThreads = kSegments * kPacksPerChunk;
+
+// A layer's input from residual streams: gpu/stream_input.cuh.
+struct StreamInputParams {
+  Rows streams;  // those of the first stream
+  Rows out;
+  const char* fn;
+  const float* scale;
+  const float* base;
+  const char* weight;
+  float* post;
+  float* mix;
+  int64_t stream_stride_bytes;
+  int64_t num_tokens;
+  int64_t hidden_size;
+  int32_t num_streams;
+  int32_t iterations;
+  int32_t tokens;   // that a block takes at once
+  int32_t squares;  // chunks of the norm, padded to a power of two
+  float num_elements;
+  float stream_elements;  // of all streams of a token
+  float eps;
+  float weight_bias;
+  float stream_eps;
+  float hc_eps;
+  float post_scale;
+  bool weight_is_float32;
+  bool streams_are_float32;  // and T is not
+  bool round_before_weight;
 };
 
 // Post norm and scale of the reduced sum: numerics step 1c. Features::post_step only.

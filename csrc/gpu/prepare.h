@@ -129,6 +129,53 @@ inline StreamParams stream_params(const AllnormCall& call, int64_t first_row) {
   };
 }
 
+// Returns the shared memory of a block that makes the input of `tokens` tokens at once.
+inline int stream_input_shared_bytes(const StreamInputParams& params) {
+  const int sums = kSegments * (coefficient_count(params.num_streams) + 1);
+  return static_cast<int>(sizeof(float)) * params.tokens * (sums + kMaxStreams + params.squares);
+}
+
+// Returns the parameters of the kernel that makes a layer's input on a GPU with `num_sms` SMs.
+inline StreamInputParams stream_input_params(const AllnormStreamInput& input, int num_sms) {
+  const int64_t bytes = element_bytes(input.dtype);
+  const int64_t stream_bytes = element_bytes(input.stream_dtype);
+  const auto chunk_elems = static_cast<int64_t>(kPacksPerChunk * kPackBytes / bytes);
+  const int64_t chunks = (input.hidden_size + chunk_elems - 1) / chunk_elems;
+  StreamInputParams params = {
+      .streams = rows_from(input.streams, input.token_stride * stream_bytes, 0),
+      .out = rows_from(input.out, input.out_stride * bytes, 0),
+      .fn = reinterpret_cast<const char*>(input.fn),
+      .scale = input.scale,
+      .base = input.base,
+      .weight = static_cast<const char*>(input.weight),
+      .post = input.post,
+      .mix = input.mix,
+      .stream_stride_bytes = input.stream_stride * stream_bytes,
+      .num_tokens = input.num_tokens,
+      .hidden_size = input.hidden_size,
+      .num_streams = input.num_streams,
+      .iterations = input.iterations,
+      .tokens = 1,
+      .squares = butterfly_width(static_cast<int>(chunks)),
+      .num_elements = static_cast<float>(input.hidden_size),
+      .stream_elements = static_cast<float>(input.num_streams * input.hidden_size),
+      .eps = input.eps,
+      .weight_bias = input.weight_bias,
+      .stream_eps = input.stream_eps,
+      .hc_eps = input.hc_eps,
+      .post_scale = input.post_scale,
+      .weight_is_float32 = input.weight_dtype == ALLNORM_FLOAT32,
+      .streams_are_float32 = input.stream_dtype == ALLNORM_FLOAT32,
+      .round_before_weight = (input.numerics & kRoundBeforeWeight) != 0,
+  };
+  // As many tokens at once as keep every SM busy.
+  constexpr int kMostTokens = 16, kMostBytes = 48 << 10;
+  const int64_t share = (input.num_tokens + num_sms - 1) / num_sms;
+  const int fit = kMostBytes / stream_input_shared_bytes(params);
+  params.tokens = static_cast<int>(std::min<int64_t>({share, kMostTokens, fit}));
+  return params;
+}
+
 // Returns the epilogue's parameters. The first row of residual and residual_out may differ from
 // that of `out`.
 inline EpilogueParams epilogue_params(const AllnormCall& call, int64_t first_row,

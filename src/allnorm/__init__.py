@@ -14,6 +14,7 @@ from allnorm.communicator import Communicator
 from allnorm.core import _native, fast_call
 from allnorm.core._native import build_info
 from allnorm.core.local import add_rms_norm, add_rms_norm_quant
+from allnorm.core.stream_input import hyper_connection_input
 from allnorm.errors import (
     AllnormError,
     CommunicatorClosedError,
@@ -35,7 +36,7 @@ from allnorm.functions import (
     rms_norm_sharded,
     row_shard,
 )
-from allnorm.hyper_connection import HyperConnection
+from allnorm.hyper_connection import HyperConnection, HyperConnectionProjection
 from allnorm.policy import Plan
 from allnorm.post_norm import PostNorm
 from allnorm.quant import Fp8PerGroup, Fp8PerTensor, Fp8PerToken, MxFp8, NvFp4, QuantizedNorm
@@ -55,6 +56,7 @@ __all__ = [
     "Fp8PerTensor",
     "Fp8PerToken",
     "HyperConnection",
+    "HyperConnectionProjection",
     "MxFp8",
     "NativeLibraryError",
     "NvFp4",
@@ -78,6 +80,7 @@ __all__ = [
     "all_reduce_hyper_connection",
     "build_info",
     "capabilities",
+    "hyper_connection_input",
     "ops",
     "reference",
     "rms_norm_sharded",

@@ -1,4 +1,4 @@
-"""The coefficients of hyper-connections: how a layer's output enters the residual streams."""
+"""Hyper-connections: how a layer's output enters the residual streams, and its input leaves them."""
 
 from __future__ import annotations
 
@@ -25,3 +25,31 @@ class HyperConnection(NamedTuple):
 
     post: Tensor
     mix: Tensor
+
+
+class HyperConnectionProjection(NamedTuple):
+    """A layer's learned projection of the residual streams to its coefficients.
+
+    These are the parameters of manifold-constrained hyper-connections (Xie et al., "mHC", 2025) as
+    in DeepSeek-V4. With `count = streams * (streams + 2)`, the rows of `fn` give, in this order,
+    one coefficient per stream for the layer's input, one per stream for its output, and a matrix
+    with one row per old and one column per new stream.
+
+    Attributes:
+        fn: `[count, streams * hidden_size]`, float32: the projection. Column `j * hidden_size + k`
+            belongs to element k of stream j.
+        scale: `[3]`, float32: factors of the three groups of coefficients.
+        base: `[count]`, float32: added to the coefficients.
+        eps: added to the mean square of a token's streams.
+        hc_eps: added to the input's coefficients and to the sums of Sinkhorn's steps.
+        iterations: number of Sinkhorn iterations, at least 1.
+        post_scale: factor of the output's coefficients.
+    """
+
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+    eps: float = 1e-6
+    hc_eps: float = 1e-6
+    iterations: int = 20
+    post_scale: float = 2.0

@@ -22,7 +22,7 @@ from torch._higher_order_ops import effects
 
 from allnorm import lowering
 from allnorm.communicator import communicator
-from allnorm.core import local
+from allnorm.core import local, stream_input
 from allnorm.core.dispatch import Dispatcher
 from allnorm.core.operators import OPERATORS, Operator
 from allnorm.core.registry import dispatchers
@@ -125,6 +125,33 @@ def _define(row: Operator) -> None:
     torch.library.register_fake(f"allnorm::{row.name}", fake, lib=_library)
 
 
+def _define_stream_input() -> None:
+    """Defines hyper_connection_input, which is not a call: nothing is exchanged or dispatched."""
+    name = "hyper_connection_input"
+    _library.define(
+        f"{name}(Tensor streams, Tensor fn, Tensor scale, Tensor base, Tensor weight, float eps, "
+        "float weight_bias, str numerics, float stream_eps, float hc_eps, int iterations, "
+        "float post_scale) -> (Tensor normed, Tensor post, Tensor mix)"
+    )
+    operator = torch.ops.allnorm.hyper_connection_input.default
+
+    def run(*arguments: Any) -> Any:
+        return stream_input.run(*(_without_subclasses(arguments) or arguments))
+
+    def without_gradient(*arguments: Any) -> Any:
+        _refuse_gradients(operator, arguments)
+        with _AFTER_AUTOGRAD():
+            return operator(*arguments)
+
+    def fake(streams: _Tensor, *rest: Any) -> Any:
+        return stream_input.allocate(streams, rest[3])
+
+    for key in _BACKENDS:
+        _library.impl(name, run, key)
+        _library.impl(name, without_gradient, f"Autograd{key}")
+    torch.library.register_fake(f"allnorm::{name}", fake, lib=_library)
+
+
 def _without_subclasses(arguments: tuple[Any, ...]) -> list[Any] | None:
     """Returns the arguments with plain tensors in place of subclasses; None if nothing changes.
 
@@ -190,6 +217,7 @@ def _keep_in_order(operator: torch._ops.OpOverload) -> None:
 
 for _row in OPERATORS.values():
     _define(_row)
+_define_stream_input()
 COLLECTIVES = frozenset(
     getattr(torch.ops.allnorm, row.name).default for row in OPERATORS.values() if row.is_collective
 )

@@ -84,6 +84,11 @@ __device__ __forceinline__ void keep_packed(Pack& pack) {
   for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(pack.word[i]));
 }
 
+// Stops the compiler from computing an address ahead and keeping it in registers.
+__device__ __forceinline__ void keep_address(const char*& address) {
+  asm volatile("" : "+l"(address));
+}
+
 __device__ __forceinline__ void store_pack(void* address, const Pack& pack) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(pack.word[0]),
                "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])

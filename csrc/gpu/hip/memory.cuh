@@ -129,6 +129,11 @@ __device__ __forceinline__ void keep_packed(Pack& pack) {
   for (int i = 0; i < 4; ++i) asm volatile("" : "+v"(pack.word[i]));
 }
 
+// Stops the compiler from computing an address ahead and keeping it in registers.
+__device__ __forceinline__ void keep_address(const char*& address) {
+  asm volatile("" : "+v"(address));
+}
+
 __device__ __forceinline__ void store_pack(void* address, const Pack& pack) {
   *hip::global<hip::Vector>(address) = hip::to_vector(pack);
 }

@@ -103,6 +103,7 @@ inline Pack load_pack(const void* address) {
   return pack;
 }
 inline void keep_packed(Pack&) {}
+inline void keep_address(const char*&) {}
 inline void store_pack(void* address, const Pack& pack) {
   shim::note_access(ALLNORM_PTX(ALLNORM_CLEAR_PACK), address, pack.word[0]);
   for (int i = 0; i < 4; ++i) plain_store(static_cast<uint32_t*>(address) + i, pack.word[i]);

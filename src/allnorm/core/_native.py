@@ -13,7 +13,7 @@ from typing import Any
 from allnorm import names
 from allnorm.errors import AllnormError, NativeLibraryError, UnsupportedError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 MAX_WORLD_SIZE = 64
 MAX_SLICES = 4
 MAX_STREAMS = 8
@@ -90,6 +90,22 @@ class Call(ctypes.Structure):
             setattr(self, f"slice{number}_{name}", value)
 
 
+class StreamInput(ctypes.Structure):
+    """The C struct AllnormStreamInput."""
+
+    _fields_ = [
+        *_fields(_c_uint32, "struct_bytes"),
+        *_fields(_c_int32, "dtype stream_dtype weight_dtype numerics num_streams iterations"),
+        *_fields(ctypes.c_float, "eps weight_bias stream_eps hc_eps post_scale"),
+        *_fields(_c_int64, "num_tokens hidden_size"),
+        *_fields(_pointer, "streams"),
+        *_fields(_c_int64, "token_stride stream_stride"),
+        *_fields(_pointer, "fn scale base weight out"),
+        *_fields(_c_int64, "out_stride"),
+        *_fields(_pointer, "post mix cuda_stream"),
+    ]
+
+
 class Fault(ctypes.Structure):
     """The C struct AllnormFault."""
 
@@ -149,6 +165,7 @@ class Library:
             )
         self.run = self._bind("run", _pointer, _pointer)
         self.local = self._bind("local", _pointer)
+        self.stream_input = self._bind("stream_input", _pointer)
         self.comm_create = self._bind("comm_create", _pointer, _pointer)
         self.comm_destroy = self._bind("comm_destroy", _pointer)
         self.comm_close = self._bind("comm_close", _pointer)

@@ -113,14 +113,15 @@ def check_norm_constants(call: Call) -> None:
     ):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name}={value!r}: expected a number.")
-        if not _is_float32(value):
+        if not is_float32(value):
             raise ValueError(f"{name}={value!r}: expected a finite number, as float32 too.")
     for name, eps in (("eps", call.eps), ("post_norm.eps", call.post_eps)):
         if eps < 0:
             raise ValueError(f"{name}={eps!r}: expected a number >= 0.")
 
 
-def _is_float32(value: numbers.Real) -> bool:
+def is_float32(value: numbers.Real) -> bool:
+    """Returns whether a number is finite, also after it is rounded to float32."""
     try:
         return math.isfinite(struct.unpack("=f", struct.pack("=f", float(value)))[0])
     except OverflowError:

@@ -44,8 +44,8 @@ class PreparedStreams(PreparedCall):
         stride = tuple(torch.empty(residual.shape, device="meta").stride())
         self.results = [Result("residual_out", "residual_out", like, stride, "residual")]
         found = [(False, 0) if t is None else self._row_stride(t) for t in (call.x, call.shared)]
-        streams = _token_strides(residual, 2)
-        factors = [_token_strides(post, 1), _token_strides(mix, 2)]
+        streams = token_strides(residual, 2)
+        factors = [token_strides(post, 1), token_strides(mix, 2)]
         self.is_virtual = any(map(tensors.is_virtual, call.given))
         self._copies_inputs = (
             self.is_virtual
@@ -122,7 +122,7 @@ class PreparedStreams(PreparedCall):
         native.residual_out_stride = native.num_streams * native.stream_out_stride
 
 
-def _token_strides(tensor: torch.Tensor, inner: int) -> tuple[int, ...] | None:
+def token_strides(tensor: torch.Tensor, inner: int) -> tuple[int, ...] | None:
     """Returns the strides of a tensor as [num_tokens, ...]; None if it has no such view.
 
     The last `inner` dimensions belong to a token.

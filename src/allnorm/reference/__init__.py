@@ -15,6 +15,7 @@ from allnorm.reference.fp8 import add_rms_norm_quant, all_reduce_add_rms_norm_qu
 from allnorm.reference.norm import add_rms_norm, all_reduce, all_reduce_add_rms_norm
 from allnorm.reference.sharded_norm import rms_norm_sharded
 from allnorm.reference.shards import all_gather_rows, row_shard
+from allnorm.reference.stream_input import hyper_connection_input
 from allnorm.reference.streams import all_reduce_hyper_connection
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "all_reduce_hyper_connection",
     "expert_sum",
     "fma",
+    "hyper_connection_input",
     "quantize",
     "rms_norm_sharded",
     "row_shard",
