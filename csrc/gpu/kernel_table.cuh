@@ -21,6 +21,7 @@
 #include "gpu/sources/dense_rows.cuh"
 #include "gpu/sources/expert_rows.cuh"
 #include "gpu/sources/summed_rows.cuh"
+#include "gpu/spread_input.cuh"
 #include "gpu/stream_input.cuh"
 #include "gpu/streams.cuh"
 #include "gpu/transports/one_shot.cuh"
@@ -125,11 +126,11 @@ struct LocalStreamsEntry : Entry<kKind, k1, kFeatures, Formats> {
   }
 };
 
-template <KernelKind kKind, bool kAligned, class Formats>
+template <KernelKind kKind, template <class> class Kernel, class Formats>
 struct StreamInputEntry : Entry<kKind, k1, kBasic, Formats> {
   template <class T, int, template <class> class>
   static const void* kernel() {
-    return reinterpret_cast<const void*>(&stream_input_kernel<StreamInputRows<T, kAligned>>);
+    return reinterpret_cast<const void*>(&stream_input_kernel<Kernel<T>>);
   }
 };
 
@@ -183,9 +184,9 @@ using Kernels = KernelTable<
     LocalStreamsEntry<kLocalStreams, kBasic,   OnlyPlain>,
     LocalStreamsEntry<kLocalStreams, kExperts, OnlyPlain>,
 
-    //               kind             aligned formats
-    StreamInputEntry<kStreamInput,    true,   OnlyPlain>,
-    StreamInputEntry<kStreamInputAny, false,  OnlyPlain>,
+    //               kind             kernel             formats
+    StreamInputEntry<kStreamInput,    StreamInputKernel,    OnlyPlain>,
+    StreamInputEntry<kStreamInputAny, AnyStreamInputKernel, OnlyPlain>,
 
     //         kind        source           features
     LocalEntry<kLocalRows, SummedRows,      kBasic>,
@@ -202,11 +203,17 @@ using WideKernels = KernelTable<
     //            kind          ranks source      transport features
     WideRowsEntry<kOneShotWide, kAll, ExpertRows, OneShot,  kExtended>,
     WideRowsEntry<kTwoShotWide, kAll, ExpertRows, TwoShot,  kExtended>>;
+
+// Where there are:
+using ClusterKernels = KernelTable<
+    //               kind          kernel             formats
+    StreamInputEntry<kSpreadInput, SpreadInputKernel, OnlyPlain>>;
 // clang-format on
 
 }  // namespace table
 using table::Kernels;
 using WideKernels = std::conditional_t<kMaxParts == 1, KernelTable<>, table::WideKernels>;
+using ClusterKernels = std::conditional_t<kHasClusters, table::ClusterKernels, KernelTable<>>;
 
 // Returns the kind of kernel to use instead of `kind` if the table has no kernel of that kind.
 constexpr KernelKind otherwise(KernelKind kind) {
@@ -246,8 +253,9 @@ const void* first_of(const KernelKey& key, KernelTable<Entries...>) {
 }
 template <class T, int kWorldSize>
 const void* first_of_all(const KernelKey& key) {
-  const void* const found = first_of<T, kWorldSize>(key, Kernels());
-  return found != nullptr ? found : first_of<T, kWorldSize>(key, WideKernels());
+  const void* found = first_of<T, kWorldSize>(key, Kernels());
+  if (found == nullptr) found = first_of<T, kWorldSize>(key, WideKernels());
+  return found != nullptr ? found : first_of<T, kWorldSize>(key, ClusterKernels());
 }
 
 // Finds a kernel among those compiled for kWorldSize.

@@ -34,6 +34,7 @@ enum class KernelKind {
   // StreamInputParams:
   kStreamInput,     // rows of whole, aligned packs
   kStreamInputAny,  // rows of any width and alignment
+  kSpreadInput,     // a row of whole, aligned packs over a cluster of kSegments blocks
 };
 
 struct KernelKey {

@@ -425,16 +425,28 @@ int32_t launch_stream_input(const Device& device, const AllnormStreamInput& inpu
       is_aligned(input.streams, params.streams.stride_bytes) &&
       params.stream_stride_bytes % kPackBytes == 0 && is_aligned(input.fn, 0) &&
       is_aligned(input.weight, 0) && is_aligned(input.out, input.out_stride * width);
-  const void* kernel = find_kernel(
-      input.dtype, {.kind = aligned ? KernelKind::kStreamInput : KernelKind::kStreamInputAny,
-                    .world_size = 1,
-                    .format = RowFormat::kPlain,
-                    .needs = kBasic});
+  const auto kernel_of = [&](KernelKind kind) {
+    return find_kernel(input.dtype, {.kind = kind,
+                                     .world_size = 1,
+                                     .format = RowFormat::kPlain,
+                                     .needs = kBasic});
+  };
+  AllnormCall plain = {};
+  plain.stream = input.cuda_stream;
+  if (aligned && device.has_clusters && can_spread(params)) {
+    const void* const kernel = kernel_of(KernelKind::kSpreadInput);
+    Geometry geometry = {
+        .num_blocks = kSegments, .cluster_size = kSegments, .num_threads = kInputThreads};
+    if (input.num_tokens * kSegments <= resident_blocks(device, kernel, geometry)) {
+      geometry.num_blocks = static_cast<int>(input.num_tokens) * kSegments;
+      return launch_on_stream(device, kernel, &params, geometry, 0, plain);
+    }
+  }
+  const void* const kernel =
+      kernel_of(aligned ? KernelKind::kStreamInput : KernelKind::kStreamInputAny);
   Geometry geometry = {.num_blocks = 0, .cluster_size = 1, .num_threads = kInputThreads};
   const int64_t units = (input.num_tokens + params.tokens - 1) / params.tokens;
   geometry.num_blocks = choose_num_blocks(units, 1, resident_blocks(device, kernel, geometry), 0);
-  AllnormCall plain = {};
-  plain.stream = input.cuda_stream;
   return launch_on_stream(device, kernel, &params, geometry, stream_input_shared_bytes(params),
                           plain);
 }

@@ -88,6 +88,9 @@ struct QuantParams {
 
 // The threads of a block that makes layers' inputs: one warp per segment.
 constexpr int kInputThreads = kSegments * kPacksPerChunk;
+// The most chunks per segment of a token that is spread over a cluster: one less than the warps of
+// a block.
+constexpr int kSpreadChunks = 7;
 
 // A layer's input from residual streams: gpu/stream_input.cuh.
 struct StreamInputParams {

@@ -135,6 +135,12 @@ inline int stream_input_shared_bytes(const StreamInputParams& params) {
   return static_cast<int>(sizeof(float)) * params.tokens * (sums + kMaxStreams + params.squares);
 }
 
+// Returns whether a token can be spread over a cluster: gpu/spread_input.cuh.
+inline bool can_spread(const StreamInputParams& params) {
+  return params.num_streams <= kFewStreams &&
+         input_chunks(params.hidden_size) <= kSegments * kSpreadChunks;
+}
+
 // Returns the parameters of the kernel that makes a layer's input on a GPU with `num_sms` SMs.
 inline StreamInputParams stream_input_params(const AllnormStreamInput& input, int num_sms) {
   const int64_t bytes = element_bytes(input.dtype);

@@ -356,6 +356,11 @@ class StreamInputRows {
   int count_ = 0;
 };
 
+template <class T>
+using StreamInputKernel = StreamInputRows<T, true>;
+template <class T>
+using AnyStreamInputKernel = StreamInputRows<T, false>;
+
 template <class Kernel>
 __global__ void __launch_bounds__(kInputThreads, 1)
     stream_input_kernel(const __grid_constant__ StreamInputParams params) {

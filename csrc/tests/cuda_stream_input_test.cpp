@@ -1,0 +1,66 @@
+// Tests the kernels that make layers' inputs from residual streams on simulated GPUs (tests/shim),
+// bit for bit against the numerics page. Covers every dtype of the result and of the streams, 2 to
+// 8 streams, several tokens per block, and tokens that are spread over a cluster.
+#include "tests/cuda_calls.h"
+#include "tests/stream_inputs.h"
+
+namespace allnorm {
+namespace {
+
+using namespace testing;  // NOLINT: a test
+
+// Launches a kernel that gives `tokens` tokens to a block at once, and compares.
+void run_input(InputCall& of, const char* what, KernelKind kind, int tokens, uint64_t seed) {
+  const AllnormStreamInput call = of.with_data();
+  StreamInputParams params = stream_input_params(call, 1);
+  params.tokens = tokens;
+  const bool spread = kind == KernelKind::kSpreadInput;
+  const uint32_t blocks = spread ? static_cast<uint32_t>(call.num_tokens) * kSegments : 2;
+  shim::Machine machine(1, seed);
+  machine.launch(
+      0, {.num_blocks = blocks,
+          .num_threads = kInputThreads,
+          .cluster_size = spread ? uint32_t{kSegments} : 1,
+          .dynamic_shared_bytes =
+              spread ? 0 : static_cast<uint32_t>(stream_input_shared_bytes(params)),
+          .kernel = [params, kind, dtype = call.dtype] {
+            at_dtype(dtype, [&]<class T>(T) {
+              const void* const kernel = find_kernel<T>(
+                  {.kind = kind, .world_size = 1, .format = RowFormat::kPlain, .needs = kBasic});
+              reinterpret_cast<void (*)(StreamInputParams)>(const_cast<void*>(kernel))(params);
+            });
+          }});
+  check(machine.run(10'000'000), "%s, seed %llu: the kernel does not end", what,
+        static_cast<unsigned long long>(seed));
+  of.compare(what, seed);
+}
+
+TEST(blocks) {
+  static constexpr int64_t kWidths[] = {1, 120, 255, 264, 700, 2880};
+  for (uint64_t seed = 0; seed < (shim::watched() ? 3 : 18); ++seed) {
+    Random random(seed);
+    const bool aligned = seed % 2 == 0;
+    const int64_t width = aligned ? 8 + kWidths[seed % 6] / 8 * 8 : kWidths[seed % 6];
+    const int64_t count = 1 + random.below(5), streams = 2 + random.below(7);
+    InputCall of =
+        make_input(random, static_cast<int>(seed / 6 % 3), count, streams, width, aligned);
+    run_input(of, "blocks", aligned ? KernelKind::kStreamInput : KernelKind::kStreamInputAny,
+              static_cast<int>(1 + random.below(3)), seed);
+  }
+}
+
+TEST(clusters) {
+  if (!kHasClusters) return;
+  static constexpr int64_t kWidths[] = {8, 120, 256, 2048, 2880, 264};
+  for (uint64_t seed = 0; seed < (shim::watched() ? 3 : 18); ++seed) {
+    Random random(seed + 100);
+    // One has the most chunks.
+    const int64_t width = seed == 17 ? 8 * kSpreadChunks * 256 : kWidths[seed % 6];
+    const int64_t count = width > 1000 ? 1 : 1 + random.below(2), streams = 2 + random.below(3);
+    InputCall of = make_input(random, static_cast<int>(seed / 6 % 3), count, streams, width, true);
+    run_input(of, "clusters", KernelKind::kSpreadInput, 1, seed);
+  }
+}
+
+}  // namespace
+}  // namespace allnorm
