@@ -243,9 +243,9 @@ typedef struct AllnormStreamInput {
   const void* weight;  // [hidden_size]
   void* out;           // [num_tokens, hidden_size]: the normed input
   int64_t out_stride;
-  float* post;         // [num_tokens, num_streams], a result
-  float* mix;          // [num_tokens, num_streams, num_streams], a result: as in AllnormCall
-  void* cuda_stream;   // cudaStream_t; NULL on CPU
+  float* post;        // [num_tokens, num_streams], a result
+  float* mix;         // [num_tokens, num_streams, num_streams], a result: as in AllnormCall
+  void* cuda_stream;  // cudaStream_t; NULL on CPU
 } AllnormStreamInput;
 
 typedef enum AllnormCallFlags {

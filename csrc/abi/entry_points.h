@@ -1,5 +1,6 @@
 // The entry points of the C ABI that all backends share. Include it in exactly one file of each
-// library, after the backend's communicator class, rows_per_chunk(), run_local(), run_stream_input() and AllnormComm.
+// library, after the backend's communicator class, rows_per_chunk(), run_local(),
+// run_stream_input() and AllnormComm.
 #pragma once
 
 #include <cstdint>

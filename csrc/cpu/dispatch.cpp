@@ -10,16 +10,16 @@ namespace allnorm {
 namespace avx512 {
 void run_rows(const RowOp& op, const RowTask& task);
 void make_inputs(const AllnormStreamInput& input, float* scratch);
-}
+}  // namespace avx512
 namespace avx2 {
 void run_rows(const RowOp& op, const RowTask& task);
 void make_inputs(const AllnormStreamInput& input, float* scratch);
-}
+}  // namespace avx2
 #endif
 namespace baseline {
 void run_rows(const RowOp& op, const RowTask& task);
 void make_inputs(const AllnormStreamInput& input, float* scratch);
-}
+}  // namespace baseline
 
 namespace {
 
@@ -45,10 +45,19 @@ const Isa& choose() {
 
 constexpr Isa kIsas[] = {
 #if defined(__x86_64__)
-    {.name = "avx512", .available = has_avx512, .run_rows = avx512::run_rows, .make_inputs = avx512::make_inputs},
-    {.name = "avx2", .available = has_avx2, .run_rows = avx2::run_rows, .make_inputs = avx2::make_inputs},
+    {.name = "avx512",
+     .available = has_avx512,
+     .run_rows = avx512::run_rows,
+     .make_inputs = avx512::make_inputs},
+    {.name = "avx2",
+     .available = has_avx2,
+     .run_rows = avx2::run_rows,
+     .make_inputs = avx2::make_inputs},
 #endif
-    {.name = "baseline", .available = always, .run_rows = baseline::run_rows, .make_inputs = baseline::make_inputs},
+    {.name = "baseline",
+     .available = always,
+     .run_rows = baseline::run_rows,
+     .make_inputs = baseline::make_inputs},
 };
 const int kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);
 

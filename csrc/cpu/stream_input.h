@@ -77,13 +77,13 @@ template <class T, class R>
 static void make_input_row(const AllnormStreamInput& in, int64_t row, const RowOp& op) {
   using Storage = typename T::Storage;
   const int n = in.num_streams, count = coefficient_count(n);
-  const auto* const streams = static_cast<const std::byte*>(in.streams) +
-                              row * in.token_stride * static_cast<int64_t>(sizeof(typename R::Storage));
+  const auto* const streams =
+      static_cast<const std::byte*>(in.streams) +
+      row * in.token_stride * static_cast<int64_t>(sizeof(typename R::Storage));
   float totals[kMostCoefficients + 1];
   project<R>(in, streams, totals);
-  const float rstd = reciprocal_rms(totals[count],
-                                    static_cast<float>(in.num_streams * in.hidden_size),
-                                    in.stream_eps);
+  const float rstd = reciprocal_rms(
+      totals[count], static_cast<float>(in.num_streams * in.hidden_size), in.stream_eps);
   const auto raw = [&](int c) __attribute__((always_inline)) {
     return raw_coefficient(totals[c], rstd, in.scale[coefficient_group(c, n)], in.base[c]);
   };

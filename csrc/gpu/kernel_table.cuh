@@ -213,7 +213,8 @@ using ClusterKernels = KernelTable<
 }  // namespace table
 using table::Kernels;
 using WideKernels = std::conditional_t<kMaxParts == 1, KernelTable<>, table::WideKernels>;
-using ClusterKernels = std::conditional_t<kHasClusters, table::ClusterKernels, KernelTable<>>;
+using ClusterKernels =
+    std::conditional_t<kMaxClusterSize == 1, KernelTable<>, table::ClusterKernels>;
 
 // Returns the kind of kernel to use instead of `kind` if the table has no kernel of that kind.
 constexpr KernelKind otherwise(KernelKind kind) {

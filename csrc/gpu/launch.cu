@@ -420,16 +420,14 @@ int32_t launch_local_streams(const Device& device, const AllnormCall& call) {
 int32_t launch_stream_input(const Device& device, const AllnormStreamInput& input) {
   StreamInputParams params = stream_input_params(input, device.num_sms);
   const int64_t width = element_bytes(input.dtype);
-  const bool aligned =
-      input.hidden_size % kInputPackElems == 0 &&
-      is_aligned(input.streams, params.streams.stride_bytes) &&
-      params.stream_stride_bytes % kPackBytes == 0 && is_aligned(input.fn, 0) &&
-      is_aligned(input.weight, 0) && is_aligned(input.out, input.out_stride * width);
+  const bool aligned = input.hidden_size % kInputPackElems == 0 &&
+                       is_aligned(input.streams, params.streams.stride_bytes) &&
+                       params.stream_stride_bytes % kPackBytes == 0 && is_aligned(input.fn, 0) &&
+                       is_aligned(input.weight, 0) &&
+                       is_aligned(input.out, input.out_stride * width);
   const auto kernel_of = [&](KernelKind kind) {
-    return find_kernel(input.dtype, {.kind = kind,
-                                     .world_size = 1,
-                                     .format = RowFormat::kPlain,
-                                     .needs = kBasic});
+    return find_kernel(
+        input.dtype, {.kind = kind, .world_size = 1, .format = RowFormat::kPlain, .needs = kBasic});
   };
   AllnormCall plain = {};
   plain.stream = input.cuda_stream;

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "gpu/stream_input.cuh"
+#include "protocol/fault_switch.h"
 
 namespace allnorm {
 
@@ -43,7 +44,7 @@ class ClusterValues {
     if (threadIdx.x == 0) {
       expect_bytes(shared_ + kArrived, static_cast<uint32_t>(count) * kValueBytes);
     }
-    wait_barrier(shared_ + kArrived, 0);
+    ALLNORM_FAULT(segments_not_waited_for, , wait_barrier(shared_ + kArrived, 0));
     return shared_;
   }
 
@@ -123,7 +124,9 @@ class SpreadInput {
   }
   // barrier: waits until all blocks of the cluster have initialized their barriers, before any
   // block signals them; pairs with arrive_in_cluster() in the constructor.
-  __device__ __forceinline__ void join() const { wait_for_cluster(); }
+  __device__ __forceinline__ void join() const {
+    ALLNORM_FAULT(segments_do_not_join, , wait_for_cluster());
+  }
 
   // Makes the input. put_streams() stores the token's streams into stream().
   template <class PutStreams>
@@ -140,7 +143,7 @@ class SpreadInput {
       slot += kInputThreads / 32;
       if (slot < slots()) load_factors(slot, factors);
     }
-    __syncthreads();
+    ALLNORM_FAULT(slots_added_early, , __syncthreads());
     join();
     send_sums();
     const float total = take_sums();
@@ -220,8 +223,7 @@ class SpreadInput {
     for (int part = 0; part < kParts; ++part) {
       allnorm::load_gains<T, RowAccess<T, true>>(
           params_.weight, params_.weight_is_float32, params_.weight_bias, params_.hidden_size,
-          at / kElems + part,
-          shared_.gains[warp_] + lane_ * kInputPackElems + part * kElems);
+          at / kElems + part, shared_.gains[warp_] + lane_ * kInputPackElems + part * kElems);
     }
   }
 

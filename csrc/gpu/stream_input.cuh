@@ -17,6 +17,7 @@
 #include "gpu/params.h"
 #include "gpu/row_reduction.cuh"
 #include "memory.cuh"
+#include "protocol/fault_switch.h"
 #include "protocol/stream_input.h"
 
 namespace allnorm {
@@ -99,7 +100,7 @@ class StreamInputRows {
 
   __device__ __forceinline__ void make() {
     for (int c = 0; c < coefficients_; c += kHeldCoefficients) project(c);
-    __syncthreads();
+    ALLNORM_FAULT(segments_added_early, , __syncthreads());
     add_segments();
     __syncthreads();
     make_coefficients();
@@ -114,7 +115,8 @@ class StreamInputRows {
     __syncthreads();
     add_squares_of_chunks();
     for_each_chunk([&](int token, int, int64_t column, float* y) { store(token, column, y); });
-    __syncthreads();  // barrier: this token's sums have been read before the next one's are written
+    // barrier: the sums of these tokens have been read before those of the next are written.
+    ALLNORM_FAULT(sums_of_tokens_reused_early, , __syncthreads());
   }
 
   __device__ __forceinline__ float& sum(int segment, int token, int coefficient) const {
@@ -237,7 +239,7 @@ class StreamInputRows {
         mix_token(token, matrix);
       } else {
         // In registers it would spill. Only segment 0 of the sums is still needed.
-        auto* const free = reinterpret_cast<float(*)[kMaxStreams][kMaxStreams]>(&sum(1, 0, 0));
+        auto* const free = reinterpret_cast<float (*)[kMaxStreams][kMaxStreams]>(&sum(1, 0, 0));
         mix_token(token, free[token]);
       }
     }
@@ -259,7 +261,8 @@ class StreamInputRows {
     for (int i = 0; i < kMost; ++i) {
 #pragma unroll
       for (int j = 0; j < kMost; ++j) {
-        if (i < n && j < n) to[i * n + j] = matrix[j][i];
+        if (i < n && j < n)
+          to[i * n + j] = ALLNORM_FAULT(new_mix_not_transposed, matrix[i][j], matrix[j][i]);
       }
     }
   }

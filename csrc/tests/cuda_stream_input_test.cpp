@@ -1,7 +1,7 @@
 // Tests the kernels that make layers' inputs from residual streams on simulated GPUs (tests/shim),
 // bit for bit against the numerics page. Covers every dtype of the result and of the streams, 2 to
 // 8 streams, several tokens per block, and tokens that are spread over a cluster.
-#include "tests/cuda_calls.h"
+#include "tests/cuda_ranks.h"
 #include "tests/stream_inputs.h"
 
 namespace allnorm {
@@ -17,19 +17,22 @@ void run_input(InputCall& of, const char* what, KernelKind kind, int tokens, uin
   const bool spread = kind == KernelKind::kSpreadInput;
   const uint32_t blocks = spread ? static_cast<uint32_t>(call.num_tokens) * kSegments : 2;
   shim::Machine machine(1, seed);
-  machine.launch(
-      0, {.num_blocks = blocks,
-          .num_threads = kInputThreads,
-          .cluster_size = spread ? uint32_t{kSegments} : 1,
-          .dynamic_shared_bytes =
-              spread ? 0 : static_cast<uint32_t>(stream_input_shared_bytes(params)),
-          .kernel = [params, kind, dtype = call.dtype] {
-            at_dtype(dtype, [&]<class T>(T) {
-              const void* const kernel = find_kernel<T>(
-                  {.kind = kind, .world_size = 1, .format = RowFormat::kPlain, .needs = kBasic});
-              reinterpret_cast<void (*)(StreamInputParams)>(const_cast<void*>(kernel))(params);
-            });
-          }});
+  machine.launch(0, {.num_blocks = blocks,
+                     .num_threads = kInputThreads,
+                     .cluster_size = spread ? uint32_t{kSegments} : 1,
+                     .dynamic_shared_bytes =
+                         spread ? 0 : static_cast<uint32_t>(stream_input_shared_bytes(params)),
+                     .kernel = [params, kind, dtype = call.dtype] {
+                       at_dtype(dtype, [&]<class T>(T) {
+                         if (kind == KernelKind::kStreamInputAny) {
+                           stream_input_kernel<AnyStreamInputKernel<T>>(params);
+                         } else if (kind == KernelKind::kStreamInput) {
+                           stream_input_kernel<StreamInputKernel<T>>(params);
+                         } else if constexpr (kMaxClusterSize > 1) {
+                           stream_input_kernel<SpreadInputKernel<T>>(params);
+                         }
+                       });
+                     }});
   check(machine.run(10'000'000), "%s, seed %llu: the kernel does not end", what,
         static_cast<unsigned long long>(seed));
   of.compare(what, seed);
@@ -50,7 +53,7 @@ TEST(blocks) {
 }
 
 TEST(clusters) {
-  if (!kHasClusters) return;
+  if (kMaxClusterSize == 1) return;
   static constexpr int64_t kWidths[] = {8, 120, 256, 2048, 2880, 264};
   for (uint64_t seed = 0; seed < (shim::watched() ? 3 : 18); ++seed) {
     Random random(seed + 100);

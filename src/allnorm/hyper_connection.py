@@ -1,4 +1,4 @@
-"""Hyper-connections: how a layer's output enters the residual streams, and its input leaves them."""
+"""Hyper-connections: coefficients by which residual streams become a layer's input, and mix."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ NAMES = (
     *("all_reduce_add_rms_norm_quant", "all_gather_rows", "row_shard"),
     *("add_rms_norm", "add_rms_norm_quant", "Communicator.rms_norm_sharded", "rms_norm_sharded"),
     *("HyperConnection", "Communicator.all_reduce_hyper_connection", "all_reduce_hyper_connection"),
+    *("HyperConnectionProjection", "hyper_connection_input"),
 )
 
 
@@ -114,6 +115,17 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
         "residual": torch.ones(ROWS, 2, COLUMNS),
         "connection": allnorm.HyperConnection(**factors),
     }
+    projection = {
+        "fn": torch.ones(8, 2 * COLUMNS),
+        "scale": torch.ones(3),
+        "base": torch.ones(8),
+    }
+    inputs = {
+        "streams": torch.ones(ROWS, 2, COLUMNS),
+        "projection": allnorm.HyperConnectionProjection(**projection),
+        "weight": weight,
+        "eps": 1e-6,
+    }
     good: dict[str, dict[str, Any]] = {
         "all_reduce": {"x": x},
         "all_reduce_add_rms_norm": norm,
@@ -124,6 +136,7 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
         "all_reduce_hyper_connection": streams,
         "add_rms_norm": norm,
         "add_rms_norm_quant": norm,
+        "hyper_connection_input": inputs,
     }
     found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "Communicator": (allnorm.Communicator, {}),
@@ -146,6 +159,8 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
         def call(**arguments: Any) -> Any:
             if name == "connection":
                 return c.all_reduce_hyper_connection(**{**streams, name: make(**arguments)})
+            if name == "projection":
+                return allnorm.hyper_connection_input(**{**inputs, name: make(**arguments)})
             given = {**norm, "residual": None, name: make(**arguments)}
             return c.all_reduce_add_rms_norm(**given)
 
@@ -156,6 +171,8 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
     found["PostNorm"] = of_part(allnorm.PostNorm, "post_norm"), {"weight": weight, "eps": 1e-6}
     found["ExpertSum"] = of_part(allnorm.ExpertSum, "x"), experts
     found["HyperConnection"] = of_part(allnorm.HyperConnection, "connection"), factors
+    make = allnorm.HyperConnectionProjection
+    found["HyperConnectionProjection"] = of_part(make, "projection"), projection
     return found
 
 

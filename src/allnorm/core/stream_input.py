@@ -76,8 +76,10 @@ def hyper_connection_input(
         )
     fn, scale, base, *constants = projection
     given: tuple[Any, ...] = (streams, fn, scale, base, weight, eps, weight_bias, numerics)
-    traced = is_traced(streams) or is_intercepted()
-    run_it = torch.ops.allnorm.hyper_connection_input if traced else run
+    run_it: Any = run
+    if is_traced(streams) or is_intercepted():
+        tensors.check_all_fake(streams=streams, fn=fn, scale=scale, base=base, weight=weight)
+        run_it = torch.ops.allnorm.hyper_connection_input
     normed, post, mix = run_it(*given, *constants)
     return normed, HyperConnection(post, mix)
 
@@ -99,11 +101,14 @@ def run(
     """Returns the normed input, and `post` and `mix` of its connection."""
     _check_tensors(streams, fn, scale, base, weight)
     numbers_ = {
-        **{"eps": eps, "weight_bias": weight_bias, "projection.eps": stream_eps},
-        **{"projection.hc_eps": hc_eps, "projection.post_scale": post_scale},
+        "eps": eps,
+        "weight_bias": weight_bias,
+        "projection.eps": stream_eps,
+        "projection.hc_eps": hc_eps,
+        "projection.post_scale": post_scale,
     }
     _check_numbers(numbers_, numerics, iterations)
-    *leading, count, width = streams.shape
+    count, width = streams.shape[-2:]
     readable, (token_stride, stream_stride) = _readable(streams)
     fn, scale, base, weight = (
         tensors.in_memory(each).contiguous() for each in (fn, scale, base, weight)

@@ -44,7 +44,7 @@ def hyper_connection_input(
         ValueError: a shape or name does not match.
         TypeError: a dtype does not match.
     """
-    *leading, count, width = streams.shape
+    count, width = streams.shape[-2:]
     fn, scale, base = projection.fn, projection.scale, projection.base
     for name, tensor, shape in (
         ("fn", fn, (count * (count + 2), count * width)),

@@ -14,6 +14,7 @@ WRONG_NUMBERS = "wrong numbers"
 FAULT = "FAILED: fault"
 SEEN = ": expected\n"
 SLICES = STREAMS = "FAILED: fused, seed"
+INPUT = "cuda_stream_input_test"
 Build = Literal["plain", "thread"]
 
 
@@ -107,6 +108,12 @@ FAULTS = (
     _wrong("total_read_early", SLICES, test="cuda_slices_test"),
     _races("one_buffer_of_unit_sums", RACE, SLICES, test="cuda_slices_test"),
     # Residual streams.
+    _races("segments_do_not_join", test=INPUT),
+    _races("segments_not_waited_for", RACE, "FAILED: clusters", test=INPUT),
+    _races("slots_added_early", test=INPUT),
+    _races("segments_added_early", test=INPUT),
+    _races("sums_of_tokens_reused_early", test=INPUT),
+    _wrong("new_mix_not_transposed", "FAILED: blocks", test=INPUT),
     _wrong("mix_transposed", STREAMS, test="cuda_streams_test"),
     # Schedules.
     _wrong("next_row_not_sent", HANGS),
