@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "gpu/any_rows.cuh"
+#include "gpu/cluster_input.cuh"
 #include "gpu/features.h"
 #include "gpu/formats.cuh"
 #include "gpu/fused.cuh"
@@ -21,7 +22,6 @@
 #include "gpu/sources/dense_rows.cuh"
 #include "gpu/sources/expert_rows.cuh"
 #include "gpu/sources/summed_rows.cuh"
-#include "gpu/spread_input.cuh"
 #include "gpu/stream_input.cuh"
 #include "gpu/streams.cuh"
 #include "gpu/transports/one_shot.cuh"
@@ -206,8 +206,8 @@ using WideKernels = KernelTable<
 
 // Where there are:
 using ClusterKernels = KernelTable<
-    //               kind          kernel             formats
-    StreamInputEntry<kSpreadInput, SpreadInputKernel, OnlyPlain>>;
+    //               kind           kernel              formats
+    StreamInputEntry<kClusterInput, ClusterInputKernel, OnlyPlain>>;
 // clang-format on
 
 }  // namespace table

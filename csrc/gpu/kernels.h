@@ -32,9 +32,9 @@ enum class KernelKind {
   kLocalAny,      // rows of any width and alignment
   kLocalStreams,  // streams of rows of any width and alignment
   // StreamInputParams:
-  kStreamInput,     // rows of whole, aligned packs
-  kStreamInputAny,  // rows of any width and alignment
-  kSpreadInput,     // a row of whole, aligned packs over a cluster of kSegments blocks
+  kStreamInput,     // streams of whole, aligned packs of eight elements
+  kStreamInputAny,  // streams of any width and alignment
+  kClusterInput,    // the same, up to kFewStreams streams, by clusters of kSegments blocks
 };
 
 struct KernelKey {

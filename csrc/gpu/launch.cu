@@ -431,13 +431,17 @@ int32_t launch_stream_input(const Device& device, const AllnormStreamInput& inpu
   };
   AllnormCall plain = {};
   plain.stream = input.cuda_stream;
-  if (aligned && device.has_clusters && can_spread(params)) {
-    const void* const kernel = kernel_of(KernelKind::kSpreadInput);
-    Geometry geometry = {
-        .num_blocks = kSegments, .cluster_size = kSegments, .num_threads = kInputThreads};
-    if (input.num_tokens * kSegments <= resident_blocks(device, kernel, geometry)) {
-      geometry.num_blocks = static_cast<int>(input.num_tokens) * kSegments;
-      return launch_on_stream(device, kernel, &params, geometry, 0, plain);
+  if (aligned && device.has_clusters) {
+    const void* const kernel = kernel_of(KernelKind::kClusterInput);
+    Geometry geometry = {.num_blocks = 0, .cluster_size = kSegments, .num_threads = kInputThreads};
+    const int resident = resident_blocks(device, kernel, geometry);
+    StreamInputParams shared = params;
+    shared.tokens = cluster_input_tokens(params, resident / kSegments);
+    if (shared.tokens != 0) {
+      const int64_t batches = (input.num_tokens + shared.tokens - 1) / shared.tokens;
+      geometry.num_blocks = choose_num_blocks(batches, kSegments, resident, 0);
+      return launch_on_stream(device, kernel, &shared, geometry,
+                              cluster_input_shared_bytes(shared, shared.tokens), plain);
     }
   }
   const void* const kernel =

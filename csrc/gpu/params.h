@@ -88,9 +88,10 @@ struct QuantParams {
 
 // The threads of a block that makes layers' inputs: one warp per segment.
 constexpr int kInputThreads = kSegments * kPacksPerChunk;
-// The most chunks per segment of a token that is spread over a cluster: one less than the warps of
-// a block.
-constexpr int kSpreadChunks = 7;
+// The widest stream, in chunks, of the kernel with clusters, and the most tokens that a cluster
+// takes at once.
+constexpr int kClusterChunks = 64;
+constexpr int kClusterTokens = 64;
 
 // A layer's input from residual streams: gpu/stream_input.cuh.
 struct StreamInputParams {
@@ -107,7 +108,7 @@ struct StreamInputParams {
   int64_t hidden_size;
   int32_t num_streams;
   int32_t iterations;
-  int32_t tokens;   // that a block takes at once
+  int32_t tokens;   // that a block or cluster takes at once
   int32_t squares;  // chunks of the norm, padded to a power of two
   float num_elements;
   float stream_elements;  // of all streams of a token

@@ -135,10 +135,29 @@ inline int stream_input_shared_bytes(const StreamInputParams& params) {
   return static_cast<int>(sizeof(float)) * params.tokens * (sums + kMaxStreams + params.squares);
 }
 
-// Returns whether a token can be spread over a cluster: gpu/spread_input.cuh.
-inline bool can_spread(const StreamInputParams& params) {
-  return params.num_streams <= kFewStreams &&
-         input_chunks(params.hidden_size) <= kSegments * kSpreadChunks;
+// Returns the shared memory of a block of a cluster that takes `tokens` tokens at once.
+inline int cluster_input_shared_bytes(const StreamInputParams& params, int tokens) {
+  const auto chunks = static_cast<int>(input_chunks(params.hidden_size));
+  const int slots = params.num_streams * ((chunks + kSegments - 1) / kSegments);
+  const int sums = tokens * slots * (coefficient_count(kFewStreams) + 1);
+  const int squares = (tokens + kSegments - 1) / kSegments * params.squares;
+  return static_cast<int>(sizeof(float)) * (sums + squares);
+}
+
+// Returns how many tokens each of `clusters` clusters takes at once; 0: gpu/cluster_input.cuh does
+// not make inputs of this kind. If clusters take several batches, every block has tokens in all but
+// the last one.
+inline int cluster_input_tokens(const StreamInputParams& params, int clusters) {
+  constexpr int kMostBytes = 32 << 10;
+  if (params.num_streams > kFewStreams || input_chunks(params.hidden_size) > kClusterChunks) {
+    return 0;
+  }
+  const int64_t share = (params.num_tokens + clusters - 1) / clusters;
+  int most = kClusterTokens;
+  while (most > kSegments && cluster_input_shared_bytes(params, most) > kMostBytes) {
+    most -= kSegments;
+  }
+  return static_cast<int>(std::min<int64_t>(share, most));
 }
 
 // Returns the parameters of the kernel that makes a layer's input on a GPU with `num_sms` SMs.

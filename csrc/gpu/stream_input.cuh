@@ -50,6 +50,17 @@ __device__ __forceinline__ int eighth_of(int lane) {
   return (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
 }
 
+// The butterfly over two chunks of 16 lanes each, whose lanes have two packs. The sum of the first
+// chunk is returned in the first 16 lanes.
+__device__ __forceinline__ float butterfly_of_halves(float first, float second) {
+#pragma unroll
+  for (int offset = 8; offset >= 1; offset /= 2) {
+    first = add_rn(first, shuffle_xor(first, offset));
+    second = add_rn(second, shuffle_xor(second, offset));
+  }
+  return add_rn(first, second);  // offset 1 is within a lane
+}
+
 // Loads eight consecutive elements of a row; those past its end are zeros.
 template <class U, bool kAligned>
 __device__ __forceinline__ void load_eight(const char* row, int64_t column, int64_t width,
@@ -302,15 +313,10 @@ class StreamInputRows {
       const float squares = butterfly(square_sum<kElems>(y));
       if (lane_ == 0) to[chunk] = squares;
     } else {
-      // A lane has two packs, so a chunk of the norm is in 16 lanes: offset 1 is within a lane.
-      float squares[2] = {square_sum<kElems>(y), square_sum<kElems>(y + kElems)};
-#pragma unroll
-      for (int offset = 8; offset >= 1; offset /= 2) {
-#pragma unroll
-        for (float& value : squares) value = add_rn(value, shuffle_xor(value, offset));
-      }
+      const float of_half =
+          butterfly_of_halves(square_sum<kElems>(y), square_sum<kElems>(y + kElems));
       const int half = 2 * chunk + lane_ / 16;
-      if (lane_ % 16 == 0 && half < params_.squares) to[half] = add_rn(squares[0], squares[1]);
+      if (lane_ % 16 == 0 && half < params_.squares) to[half] = of_half;
     }
   }
 

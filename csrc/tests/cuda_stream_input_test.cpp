@@ -14,14 +14,14 @@ void run_input(InputCall& of, const char* what, KernelKind kind, int tokens, uin
   const AllnormStreamInput call = of.with_data();
   StreamInputParams params = stream_input_params(call, 1);
   params.tokens = tokens;
-  const bool spread = kind == KernelKind::kSpreadInput;
-  const uint32_t blocks = spread ? static_cast<uint32_t>(call.num_tokens) * kSegments : 2;
+  const bool in_clusters = kind == KernelKind::kClusterInput;
+  const int shared_bytes =
+      in_clusters ? cluster_input_shared_bytes(params, tokens) : stream_input_shared_bytes(params);
   shim::Machine machine(1, seed);
-  machine.launch(0, {.num_blocks = blocks,
+  machine.launch(0, {.num_blocks = in_clusters ? uint32_t{2 * kSegments} : 2,
                      .num_threads = kInputThreads,
-                     .cluster_size = spread ? uint32_t{kSegments} : 1,
-                     .dynamic_shared_bytes =
-                         spread ? 0 : static_cast<uint32_t>(stream_input_shared_bytes(params)),
+                     .cluster_size = in_clusters ? uint32_t{kSegments} : 1,
+                     .dynamic_shared_bytes = static_cast<uint32_t>(shared_bytes),
                      .kernel = [params, kind, dtype = call.dtype] {
                        at_dtype(dtype, [&]<class T>(T) {
                          if (kind == KernelKind::kStreamInputAny) {
@@ -29,7 +29,7 @@ void run_input(InputCall& of, const char* what, KernelKind kind, int tokens, uin
                          } else if (kind == KernelKind::kStreamInput) {
                            stream_input_kernel<StreamInputKernel<T>>(params);
                          } else if constexpr (kMaxClusterSize > 1) {
-                           stream_input_kernel<SpreadInputKernel<T>>(params);
+                           stream_input_kernel<ClusterInputKernel<T>>(params);
                          }
                        });
                      }});
@@ -57,11 +57,13 @@ TEST(clusters) {
   static constexpr int64_t kWidths[] = {8, 120, 256, 2048, 2880, 264};
   for (uint64_t seed = 0; seed < (shim::watched() ? 3 : 18); ++seed) {
     Random random(seed + 100);
-    // One has the most chunks.
-    const int64_t width = seed == 17 ? 8 * kSpreadChunks * 256 : kWidths[seed % 6];
-    const int64_t count = width > 1000 ? 1 : 1 + random.below(2), streams = 2 + random.below(3);
+    const int64_t streams = 2 + random.below(3);
+    // One has the most chunks. Some take several batches of tokens, of which the last is not full.
+    const int64_t width = seed == 17 ? kClusterChunks * kInputChunkElems : kWidths[seed % 6];
+    const int tokens = width < 1000 && seed % 2 == 0 ? 8 : static_cast<int>(1 + random.below(3));
+    const int64_t count = tokens == 8 ? 8 + random.below(36) : 1 + random.below(2 * tokens);
     InputCall of = make_input(random, static_cast<int>(seed / 6 % 3), count, streams, width, true);
-    run_input(of, "clusters", KernelKind::kSpreadInput, 1, seed);
+    run_input(of, "clusters", KernelKind::kClusterInput, tokens, seed);
   }
 }
 
