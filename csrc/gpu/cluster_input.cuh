@@ -24,51 +24,68 @@
 
 namespace allnorm {
 
-// Takes Sinkhorn's steps with one element per lane: lane n * i + j has element (i, j), and other
-// lanes copy element (0, 0). The bits are those of Sinkhorn.
-class LaneSinkhorn {
- public:
-  __device__ __forceinline__ LaneSinkhorn(int lane, int n, float eps)
-      : n_(n), i_(lane < n * n ? lane / n : 0), j_(lane < n * n ? lane % n : 0), eps_(eps) {}
-
-  // Returns this lane's element of the matrix. `value`: its raw coefficient.
-  __device__ __forceinline__ float run(float value, int iterations) const {
-    float greatest = shuffle_from(value, n_ * i_);
+// EachReciprocal with one branch for all sums, so that the reciprocals overlap. Division has a
+// branch of its own for special values.
+struct ReciprocalsTogether {
+  template <int kCount>
+  __device__ __forceinline__ void operator()(float (&sums)[kCount], int) const {
+    bool ordinary = true;
 #pragma unroll
-    for (int j = 1; j < kFewStreams; ++j) {
-      if (j >= n_) break;
-      const float other = shuffle_from(value, n_ * i_ + j);
-      greatest = other > greatest ? other : greatest;
+    for (int i = 0; i < kCount; ++i) {
+      // From 2^-60 to 2^60, and at least one significand bit is zero: see reciprocal_from().
+      const auto bits = bit_cast<uint32_t>(sums[i]);
+      ordinary = ordinary && bits - 0x21800000u < 0x3c000000u && (~bits & 0x7fffffu) != 0;
     }
-    value = exponential(add_rn(value, -greatest));
-    value = add_rn(div_rn(value, sum(value, n_ * i_, 1)), eps_);
-    value = scaled(value, j_, n_);
-#pragma unroll 1
-    for (int k = 1; k < iterations; ++k) {
-      value = scaled(value, n_ * i_, 1);
-      value = scaled(value, j_, n_);
-    }
-    return value;
-  }
-
- private:
-  // Returns the sum of n elements, `step` lanes apart, in order.
-  __device__ __forceinline__ float sum(float value, int first, int step) const {
-    float total = shuffle_from(value, first);
+    if (ordinary) {
 #pragma unroll
-    for (int k = 1; k < kFewStreams; ++k) {
-      if (k >= n_) break;
-      total = add_rn(total, shuffle_from(value, first + k * step));
+      for (int i = 0; i < kCount; ++i) {
+        sums[i] = reciprocal_from(sums[i], near_reciprocal(sums[i]));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sums[i] = reciprocal_rn(sums[i]);
     }
-    return total;
   }
-  __device__ __forceinline__ float scaled(float value, int first, int step) const {
-    return mul_rn(value, reciprocal_rn(add_rn(sum(value, first, step), eps_)));
-  }
-
-  int n_, i_, j_;
-  float eps_;
 };
+
+// Makes the matrix of kCount streams from raw coefficients. Lane kCount * i + j has coefficient
+// (i, j), and other lanes copy those of lane 0; the same lanes return the elements. The softmax is
+// taken with one element per lane, and then every lane balances the whole matrix. The bits are
+// those of Sinkhorn.
+template <int kCount>
+__device__ __forceinline__ float sinkhorn_of_lanes(float value, int lane, int iterations,
+                                                   float eps) {
+  const int first = lane < kCount * kCount ? lane / kCount * kCount : 0;
+  float row[kCount];
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) row[j] = shuffle_from(value, first + j);
+  float greatest = row[0];
+#pragma unroll
+  for (int j = 1; j < kCount; ++j) greatest = row[j] > greatest ? row[j] : greatest;
+  value = exponential(add_rn(value, -greatest));
+  float total = shuffle_from(value, first);
+#pragma unroll
+  for (int j = 1; j < kCount; ++j) total = add_rn(total, shuffle_from(value, first + j));
+  value = add_rn(div_rn(value, total), eps);
+  float matrix[kCount][kCount];
+#pragma unroll
+  for (int k = 0; k < kCount * kCount; ++k) {
+    matrix[k / kCount][k % kCount] = shuffle_from(value, k);
+  }
+  Sinkhorn<kCount, ReciprocalsTogether>(matrix, kCount, eps).balance(iterations);
+#pragma unroll
+  for (int k = 0; k < kCount * kCount; ++k) {
+    if (lane == k) value = matrix[k / kCount][k % kCount];
+  }
+  return value;
+}
+__device__ __forceinline__ float sinkhorn_of_lanes(float value, int lane, int count, int iterations,
+                                                   float eps) {
+  static_assert(kFewStreams == 4);
+  if (count == 2) return sinkhorn_of_lanes<2>(value, lane, iterations, eps);
+  if (count == 3) return sinkhorn_of_lanes<3>(value, lane, iterations, eps);
+  return sinkhorn_of_lanes<4>(value, lane, iterations, eps);
+}
 
 // The segments' sums that the blocks of a cluster send to the blocks of the tokens.
 //
@@ -146,15 +163,15 @@ class SegmentSums {
   SharedAddress shared_;
 };
 
-// `T`: the result's dtype. The streams have it too, or are float32. Rows consist of whole, aligned
-// packs.
-template <class T>
-class ClusterInputKernel {
+// `T`: the result's dtype; `U`: that of the streams. Rows consist of whole, aligned packs.
+template <class T, class U>
+class ClusterInput {
  public:
   static __device__ __forceinline__ void run(const StreamInputParams& params) {
-    ClusterInputKernel kernel(params);
-    if (kernel.warp_ < kernel.slots_) kernel.prefetch_factors(kernel.warp_);
+    ClusterInput kernel(params);
+    kernel.prefetch_constants();
     wait_for_preceding_grid();
+    kernel.load_constants();
     const auto step = static_cast<int64_t>(num_clusters()) * params.tokens;
     int64_t first = static_cast<int64_t>(cluster_index()) * params.tokens;
 #pragma unroll 1
@@ -170,10 +187,12 @@ class ClusterInputKernel {
   static constexpr int kElems = kElemsPerPack<T>;
   // Chunks of the norm per chunk of the projection.
   static constexpr int kParts = kInputPackElems / kElems;
+  static constexpr int kPacks = kInputPackElems / kElemsPerPack<U>;
+  static constexpr int kAhead = kPacks == 1 ? 2 : 1;  // tokens; with more, registers spilled
   static constexpr int kWarps = kInputThreads / 32;
   static constexpr int kSums = kHeldCoefficients + 1;
 
-  explicit __device__ __forceinline__ ClusterInputKernel(const StreamInputParams& params)
+  explicit __device__ __forceinline__ ClusterInput(const StreamInputParams& params)
       : params_(params),
         lane_(static_cast<int>(threadIdx.x % 32)),
         warp_(static_cast<int>(threadIdx.x / 32)),
@@ -183,15 +202,17 @@ class ClusterInputKernel {
     chunk_ = static_cast<int>(segment_begin(segment, chunks_));
     own_chunks_ = static_cast<int>(segment_begin(segment + 1, chunks_)) - chunk_;
     slots_ = params.num_streams * own_chunks_;
-    sums_ = dynamic_shared_floats();
-    squares_ = sums_ + params.tokens * slots_ * kSums;
+    squares_ = dynamic_shared_floats();
+    const int mine = (params.tokens + kSegments - 1) / kSegments;
+    sums_ = squares_ + (mine * params.squares + 3) / 4 * 4;
+    y_ = reinterpret_cast<Pack*>(sums_);
   }
 
   __device__ __forceinline__ void make(int batch, bool is_last) {
     project();
     ALLNORM_FAULT(slots_added_early, , __syncthreads());
     if (batch == 0) segments_.join();
-    // All threads of this grid have read the streams; the rest may overlap the next launch.
+    // The rest of this grid may overlap the launch of the dependent grid.
     if (is_last) trigger_next_grid();
     for (int i = static_cast<int>(threadIdx.x); i < count_ * (coefficients_ + 1);
          i += kInputThreads) {
@@ -200,11 +221,31 @@ class ClusterInputKernel {
       for (int slot = 0; slot < slots_; ++slot) total = add_rn(total, *sum(token, slot, c));
       segments_.send(batch, token, c, total);
     }
-    const int mine = (count_ - static_cast<int>(cluster_rank()) + kSegments - 1) / kSegments;
-    segments_.wait(batch, mine, coefficients_ + 1);
-    finish(batch, mine);
+    ALLNORM_FAULT(sums_overwritten, , __syncthreads());  // barrier: the sums have been read
+    finish(batch);
     // barrier: the square sums of these tokens have been read before those of the next are written.
     if (!is_last) __syncthreads();
+  }
+
+  // Loads what the first batch needs into the L2 cache. Only a hint, so it need not wait for the
+  // preceding grid.
+  __device__ __forceinline__ void prefetch_constants() const {
+    if (warp_ < slots_ && lane_ < coefficients_) {
+      const int64_t left =
+          params_.hidden_size - int64_t{chunk_ + warp_ % own_chunks_} * kInputChunkElems;
+      const int64_t elems = left < kInputChunkElems ? left : kInputChunkElems;
+      prefetch_to_l2(factors_of(warp_) + lane_ * factor_row_bytes(),
+                     static_cast<uint32_t>(elems * int64_t{sizeof(float)}));
+    }
+    if (threadIdx.x == 0) {
+      const int64_t bytes = params_.weight_is_float32 || kElems == 4 ? 4 : 2;
+      prefetch_to_l2(params_.weight, static_cast<uint32_t>(params_.hidden_size * bytes));
+    }
+  }
+  __device__ __forceinline__ void load_constants() {
+    if (lane_ >= coefficients_) return;
+    scale_ = params_.scale[coefficient_group(lane_, params_.num_streams)];
+    base_ = params_.base[lane_];
   }
 
   // ---- products ---------------------------------------------------------------------------------
@@ -228,18 +269,6 @@ class ClusterInputKernel {
     return params_.num_streams * params_.hidden_size * int64_t{sizeof(float)};
   }
 
-  // Loads a slot's factors into the L2 cache. Only a hint, so it need not wait for the preceding
-  // grid.
-  __device__ __forceinline__ void prefetch_factors(int slot) const {
-    const int64_t left =
-        params_.hidden_size - int64_t{chunk_ + slot % own_chunks_} * kInputChunkElems;
-    const int64_t elems = left < kInputChunkElems ? left : kInputChunkElems;
-    if (lane_ < coefficients_) {
-      prefetch_to_l2(factors_of(slot) + lane_ * factor_row_bytes(),
-                     static_cast<uint32_t>(elems * int64_t{sizeof(float)}));
-    }
-  }
-
   __device__ __forceinline__ void load_factors(
       int slot, float (&factors)[kHeldCoefficients][kInputPackElems]) const {
     const char* row = factors_of(slot);
@@ -255,44 +284,47 @@ class ClusterInputKernel {
     }
   }
 
-  // A pack of a stream as it is in memory.
-  struct RawPack {
-    Pack half[2];
+  // Eight elements of a stream, as they are in memory.
+  struct Elements {
+    Pack packs[kPacks];
   };
-  __device__ __forceinline__ RawPack load_raw(int token, int slot) const {
-    const int64_t at = column(chunk_ + slot % own_chunks_);
-    RawPack raw{};
-    if (token >= count_ || at >= params_.hidden_size) return raw;
-    const char* const row = row_of(first_ + token, slot / own_chunks_);
-    if (kElems == 4 || params_.streams_are_float32) {
-      raw.half[0] = load_pack(row + at * int64_t{sizeof(float)});
-      raw.half[1] = load_pack(row + at * int64_t{sizeof(float)} + kPackBytes);
-    } else {
-      raw.half[0] = load_pack(row + at * 2);
+  // Past the end of a row, they are zeros.
+  __device__ __forceinline__ Elements load(const char* row, int chunk) const {
+    Elements elements{};
+    const int64_t at = column(chunk);
+    if (at >= params_.hidden_size) return elements;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      elements.packs[i] = load_pack(row + (at / kElemsPerPack<U> + i) * kPackBytes);
     }
-    return raw;
+    return elements;
   }
-  __device__ __forceinline__ void unpack_raw(const RawPack& raw, float* z) const {
-    if (kElems == 4 || params_.streams_are_float32) {
-      unpack<Float32>(raw.half[0], z);
-      unpack<Float32>(raw.half[1], z + 4);
-    } else {
-      unpack<T>(raw.half[0], z);
-    }
+  __device__ __forceinline__ static void convert(const Elements& elements, float* z) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) unpack<U>(elements.packs[i], z + i * kElemsPerPack<U>);
   }
 
-  // Multiplies the tokens' streams with the factors of this warp's slots.
+  // Multiplies the tokens' streams with the factors of this warp's slots. The streams of the next
+  // tokens are in flight meanwhile.
   __device__ __forceinline__ void project() {
 #pragma unroll 1
     for (int slot = warp_; slot < slots_; slot += kWarps) {
       float factors[kHeldCoefficients][kInputPackElems];
       load_factors(slot, factors);
-      RawPack next = load_raw(0, slot);
+      const int stream = slot / own_chunks_, chunk = chunk_ + slot % own_chunks_;
+      const auto load_token = [&](int token) {
+        return token < count_ ? load(row_of(first_ + token, stream), chunk) : Elements{};
+      };
+      Elements ahead[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) ahead[i] = load_token(i);
 #pragma unroll 1
       for (int token = 0; token < count_; ++token) {
         float z[kInputPackElems];
-        unpack_raw(next, z);
-        next = load_raw(token + 1, slot);
+        convert(ahead[0], z);
+#pragma unroll
+        for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
+        ahead[kAhead - 1] = load_token(token + kAhead);
         add_products(sum(token, slot, 0), z, factors);
       }
     }
@@ -314,8 +346,9 @@ class ClusterInputKernel {
 
   // ---- a token's results ------------------------------------------------------------------------
 
-  // Finishes this block's `mine` tokens, each with a group of warps. All threads call it.
-  __device__ __forceinline__ void finish(int batch, int mine) {
+  // Finishes this block's tokens, each with a group of warps. All threads call it.
+  __device__ __forceinline__ void finish(int batch) {
+    const int mine = (count_ - static_cast<int>(cluster_rank()) + kSegments - 1) / kSegments;
     int group = kWarps;  // warps per token
     while (group > 1 && mine * group > kWarps) group /= 2;
     const int number = warp_ / group, member = warp_ % group;
@@ -323,35 +356,40 @@ class ClusterInputKernel {
     const int64_t token = first_ + number * kSegments + static_cast<int>(cluster_rank());
     // The last warp of a group mixes.
     const int weighing = group == 1 ? 1 : group - 1;
+    const bool weighs = live && member < weighing;
+    Streams streams{};
+    if (weighs) streams = load_streams(token, member);
+    segments_.wait(batch, mine, coefficients_ + 1);
+    float raw = 0.0f;
     float* const squares = squares_ + number * params_.squares;
-    float weight = 0.0f;
-    if (live) {
-      const float raw = raw_of(batch, number);
-      weight = add_rn(sigmoid(raw), params_.hc_eps);
-      if (member < weighing) {
-        for_each_chunk(token, member, weighing, weight,
-                       [&](int chunk, const float* y) { store_squares(squares, chunk, y); });
-      }
-      if (member == group - 1) store_coefficients(token, raw);
-    }
+    Pack* const y = y_ + number * row_packs();
+    if (live) raw = raw_of(batch, number);
+    if (weighs) weigh_row(token, streams, member, weighing, raw, y, squares);
     __syncthreads();
-    if (!live || member >= weighing) return;
-    const float square_sum = butterfly_over<kMostSquares>(shared_address(squares), norm_chunks());
-    const float rstd = reciprocal_rms(square_sum, params_.num_elements, params_.eps);
-    for_each_chunk(token, member, weighing, weight,
-                   [&](int chunk, float* y) { store(token, chunk, rstd, y); });
+    if (weighs) {
+      const float square_sum = butterfly_over<kMostSquares>(shared_address(squares), norm_chunks());
+      const float rstd =
+          rstd_of(square_sum, params_.num_elements, params_.inverse_num_elements, params_.eps);
+      norm_row(token, rstd, member, weighing, y);
+    }
+    if (live && member == group - 1) store_coefficients(token, raw);
+  }
+
+  __device__ __forceinline__ static float rstd_of(float square_sum, float num_elements,
+                                                  float inverse, float eps) {
+    return reciprocal_rms(square_sum, num_elements, inverse, eps,
+                          [](float square) { return near_reciprocal_root(square); });
+  }
+  __device__ __forceinline__ int row_packs() const {
+    return static_cast<int>(params_.hidden_size / kElems);
   }
 
   // Returns the raw coefficient with this lane's number.
   __device__ __forceinline__ float raw_of(int batch, int number) const {
-    const bool is_coefficient = lane_ < coefficients_;
-    const float scale =
-        is_coefficient ? params_.scale[coefficient_group(lane_, params_.num_streams)] : 0.0f;
-    const float base = is_coefficient ? params_.base[lane_] : 0.0f;
     const float total = lane_ <= coefficients_ ? segments_.total(batch, number, lane_) : 0.0f;
-    const float rstd = reciprocal_rms(shuffle_from(total, coefficients_), params_.stream_elements,
-                                      params_.stream_eps);
-    return raw_coefficient(total, rstd, scale, base);
+    const float rstd = rstd_of(shuffle_from(total, coefficients_), params_.stream_elements,
+                               params_.inverse_stream_elements, params_.stream_eps);
+    return raw_coefficient(total, rstd, scale_, base_);
   }
 
   // Stores the coefficients of the output, and the mix. `raw`: as raw_of() returns it.
@@ -361,55 +399,55 @@ class ClusterInputKernel {
     if (lane_ >= n && lane_ < 2 * n) params_.post[token * n + lane_ - n] = post;
     const int source = lane_ < n * n ? 2 * n + lane_ : 2 * n;
     const float mixed =
-        LaneSinkhorn(lane_, n, params_.hc_eps).run(shuffle_from(raw, source), params_.iterations);
+        sinkhorn_of_lanes(shuffle_from(raw, source), lane_, n, params_.iterations, params_.hc_eps);
     float* const to = params_.mix + token * n * n;
     if (lane_ < n * n) to[lane_ % n * n + lane_ / n] = mixed;
   }
 
-  // Calls work(chunk, y) for the chunks of one warp, with each lane's pack of the input, rounded to
-  // T. `weight`: that of the stream with this lane's number.
-  template <class Work>
-  __device__ __forceinline__ void for_each_chunk(int64_t token, int first, int step, float weight,
-                                                 Work&& work) const {
-    const int n = params_.num_streams;
+  // This lane's elements of all streams in a chunk.
+  struct Streams {
+    Elements of[kFewStreams];
+  };
+  __device__ __forceinline__ Streams load_streams(int64_t token, int chunk) const {
+    Streams streams{};
+#pragma unroll
+    for (int j = 0; j < kFewStreams; ++j) {
+      if (j < params_.num_streams) streams.of[j] = load(row_of(token, j), chunk);
+    }
+    return streams;
+  }
+
+  // Makes the chunks first, first + step, ... of the input, rounded to T, and their square sums.
+  // `streams`: those of the first chunk; `raw`: as raw_of() returns it.
+  __device__ __forceinline__ void weigh_row(int64_t token, Streams streams, int first, int step,
+                                            float raw, Pack* y, float* squares) const {
+    const float weight = add_rn(sigmoid(raw), params_.hc_eps);
     float pre[kFewStreams];
 #pragma unroll
     for (int j = 0; j < kFewStreams; ++j) pre[j] = shuffle_from(weight, j);
 #pragma unroll 1
     for (int chunk = first; chunk < chunks_; chunk += step) {
-      float y[kInputPackElems];
-      if (kElems == 4 || params_.streams_are_float32) {
-        weigh<Float32>(token, chunk, n, pre, y);
-      } else {
-        weigh<T>(token, chunk, n, pre, y);
-      }
+      float z[kInputPackElems];
+      weigh(streams, pre, z);
+      streams = load_streams(token, chunk + step);
+      const bool inside = column(chunk) < params_.hidden_size;
+#pragma unroll
+      for (int e = 0; e < kInputPackElems; ++e) z[e] = inside ? z[e] : 0.0f;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        round_to<T>(y + part * kElems);
-        clear_behind<T>(params_.hidden_size, column(chunk) / kElems + part, y + part * kElems);
+        const Pack rounded = pack<T>(z + part * kElems);
+        unpack<T>(rounded, z + part * kElems);
+        if (inside) y[column(chunk) / kElems + part] = rounded;
       }
-      work(chunk, y);
+      store_squares(squares, chunk, z);
     }
   }
-  template <class U>
-  __device__ __forceinline__ void weigh(int64_t token, int chunk, int n, const float* pre,
-                                        float* y) const {
-    constexpr int kPacks = kInputPackElems / kElemsPerPack<U>;
-    Pack packs[kFewStreams][kPacks] = {};
-    const bool live = column(chunk) < params_.hidden_size;
+  __device__ __forceinline__ void weigh(const Streams& streams, const float* pre, float* y) const {
 #pragma unroll
     for (int j = 0; j < kFewStreams; ++j) {
-      const char* const row = row_of(token, j) + column(chunk) / kElemsPerPack<U> * kPackBytes;
-      if (!live || j >= n) continue;
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) packs[j][i] = load_pack(row + i * kPackBytes);
-    }
-#pragma unroll
-    for (int j = 0; j < kFewStreams; ++j) {
-      if (j >= n) break;
+      if (j >= params_.num_streams) break;
       float z[kInputPackElems];
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) unpack<U>(packs[j][i], z + i * kElemsPerPack<U>);
+      convert(streams.of[j], z);
 #pragma unroll
       for (int e = 0; e < kInputPackElems; ++e) {
         y[e] = j == 0 ? mul_rn(pre[j], z[e]) : add_rn(y[e], mul_rn(pre[j], z[e]));
@@ -433,18 +471,23 @@ class ClusterInputKernel {
     }
   }
 
-  __device__ __forceinline__ void store(int64_t token, int chunk, float rstd, float* y) const {
-    const int64_t at = column(chunk);
-    if (at >= params_.hidden_size) return;
+  // Norms and stores the chunks that weigh_row() has made.
+  __device__ __forceinline__ void norm_row(int64_t token, float rstd, int first, int step,
+                                           const Pack* y) const {
     char* const row = params_.out.at(token, 0);
+#pragma unroll 1
+    for (int chunk = first; chunk < chunks_; chunk += step) {
+      if (column(chunk) >= params_.hidden_size) return;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t pack = at / kElems + part;
-      float gains[kElems];
-      load_gains<T, RowAccess<T, true>>(params_.weight, params_.weight_is_float32,
-                                        params_.weight_bias, params_.hidden_size, pack, gains);
-      normalize<T>(y + part * kElems, rstd, params_.round_before_weight);
-      store_pack(row + pack * kPackBytes, apply_gains<T>(y + part * kElems, gains));
+      for (int part = 0; part < kParts; ++part) {
+        const int64_t place = column(chunk) / kElems + part;
+        float z[kElems], gains[kElems];
+        load_gains<T, RowAccess<T, true>>(params_.weight, params_.weight_is_float32,
+                                          params_.weight_bias, params_.hidden_size, place, gains);
+        unpack<T>(y[place], z);
+        normalize<T>(z, rstd, params_.round_before_weight);
+        store_pack(row + place * kPackBytes, apply_gains<T>(z, gains));
+      }
     }
   }
 
@@ -453,11 +496,26 @@ class ClusterInputKernel {
   const StreamInputParams& params_;
   SegmentSums segments_;
   int lane_, warp_, chunks_, coefficients_;
-  int chunk_, own_chunks_, slots_;  // of this block's segment: the first chunk, and their number
-  float* sums_;                     // [tokens][slots][kSums]
-  float* squares_;                  // [tokens of this block][params.squares]
+  int chunk_, own_chunks_, slots_;    // of this block's segment: the first chunk, and their number
+  float scale_ = 0.0f, base_ = 0.0f;  // of the coefficient with this lane's number
+  float* squares_;                    // [tokens of this block][params.squares]
+  float* sums_;                       // [tokens][slots][kSums], and in the same memory:
+  Pack* y_;  // [tokens of this block][row_packs()]: the input before the norm
   int64_t first_ = 0;
   int count_ = 0;
 };
+
+template <class T>
+struct ClusterInputKernel {
+  static __device__ __forceinline__ void run(const StreamInputParams& params) {
+    if (params.streams_are_float32) {
+      ClusterInput<T, Float32>::run(params);
+    } else {
+      ClusterInput<T, T>::run(params);
+    }
+  }
+};
+template <>
+struct ClusterInputKernel<Float32> : ClusterInput<Float32, Float32> {};
 
 }  // namespace allnorm

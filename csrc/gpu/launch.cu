@@ -436,12 +436,13 @@ int32_t launch_stream_input(const Device& device, const AllnormStreamInput& inpu
     Geometry geometry = {.num_blocks = 0, .cluster_size = kSegments, .num_threads = kInputThreads};
     const int resident = resident_blocks(device, kernel, geometry);
     StreamInputParams shared = params;
-    shared.tokens = cluster_input_tokens(params, resident / kSegments);
+    shared.tokens = cluster_input_tokens(params, width, resident / kSegments);
     if (shared.tokens != 0) {
       const int64_t batches = (input.num_tokens + shared.tokens - 1) / shared.tokens;
       geometry.num_blocks = choose_num_blocks(batches, kSegments, resident, 0);
-      return launch_on_stream(device, kernel, &shared, geometry,
-                              cluster_input_shared_bytes(shared, shared.tokens), plain);
+      return launch_on_stream(
+          device, kernel, &shared, geometry,
+          static_cast<int>(cluster_input_shared_bytes(shared, width, shared.tokens)), plain);
     }
   }
   const void* const kernel =

@@ -111,7 +111,8 @@ struct StreamInputParams {
   int32_t tokens;   // that a block or cluster takes at once
   int32_t squares;  // chunks of the norm, padded to a power of two
   float num_elements;
-  float stream_elements;  // of all streams of a token
+  float stream_elements;                                // of all streams of a token
+  float inverse_num_elements, inverse_stream_elements;  // rounded
   float eps;
   float weight_bias;
   float stream_eps;

@@ -135,29 +135,36 @@ inline int stream_input_shared_bytes(const StreamInputParams& params) {
   return static_cast<int>(sizeof(float)) * params.tokens * (sums + kMaxStreams + params.squares);
 }
 
-// Returns the shared memory of a block of a cluster that takes `tokens` tokens at once.
-inline int cluster_input_shared_bytes(const StreamInputParams& params, int tokens) {
-  const auto chunks = static_cast<int>(input_chunks(params.hidden_size));
-  const int slots = params.num_streams * ((chunks + kSegments - 1) / kSegments);
-  const int sums = tokens * slots * (coefficient_count(kFewStreams) + 1);
-  const int squares = (tokens + kSegments - 1) / kSegments * params.squares;
-  return static_cast<int>(sizeof(float)) * (sums + squares);
+// Returns the shared memory of a block of a cluster that takes `tokens` tokens at once, of
+// `element_bytes` each in the result.
+inline int64_t cluster_input_shared_bytes(const StreamInputParams& params, int64_t element_bytes,
+                                          int64_t tokens) {
+  const int64_t chunks = input_chunks(params.hidden_size);
+  const int64_t slots = params.num_streams * ((chunks + kSegments - 1) / kSegments);
+  const int64_t mine = (tokens + kSegments - 1) / kSegments;
+  const auto floats = static_cast<int64_t>(sizeof(float));
+  const int64_t sums = tokens * slots * (coefficient_count(kFewStreams) + 1) * floats;
+  const int64_t rows = mine * params.hidden_size * element_bytes;
+  return (mine * params.squares + 3) / 4 * 4 * floats + std::max(sums, rows);
 }
 
 // Returns how many tokens each of `clusters` clusters takes at once; 0: gpu/cluster_input.cuh does
 // not make inputs of this kind. If clusters take several batches, every block has tokens in all but
 // the last one.
-inline int cluster_input_tokens(const StreamInputParams& params, int clusters) {
-  constexpr int kMostBytes = 32 << 10;
+inline int cluster_input_tokens(const StreamInputParams& params, int64_t element_bytes,
+                                int clusters) {
+  constexpr int64_t kMostBytes = 35 << 10;
   if (params.num_streams > kFewStreams || input_chunks(params.hidden_size) > kClusterChunks) {
     return 0;
   }
   const int64_t share = (params.num_tokens + clusters - 1) / clusters;
-  int most = kClusterTokens;
-  while (most > kSegments && cluster_input_shared_bytes(params, most) > kMostBytes) {
-    most -= kSegments;
-  }
-  return static_cast<int>(std::min<int64_t>(share, most));
+  const auto fits = [&](int64_t tokens) {
+    return cluster_input_shared_bytes(params, element_bytes, tokens) <= kMostBytes;
+  };
+  int64_t most = std::min<int64_t>(share, kClusterTokens);
+  if (share <= kSegments) return fits(most) ? static_cast<int>(most) : 0;
+  while (most > kSegments && !fits(most)) most = (most - 1) / kSegments * kSegments;
+  return fits(most) ? static_cast<int>(most) : 0;
 }
 
 // Returns the parameters of the kernel that makes a layer's input on a GPU with `num_sms` SMs.
@@ -184,6 +191,8 @@ inline StreamInputParams stream_input_params(const AllnormStreamInput& input, in
       .squares = butterfly_width(static_cast<int>(chunks)),
       .num_elements = static_cast<float>(input.hidden_size),
       .stream_elements = static_cast<float>(input.num_streams * input.hidden_size),
+      .inverse_num_elements = 1.0f / static_cast<float>(input.hidden_size),
+      .inverse_stream_elements = 1.0f / static_cast<float>(input.num_streams * input.hidden_size),
       .eps = input.eps,
       .weight_bias = input.weight_bias,
       .stream_eps = input.stream_eps,

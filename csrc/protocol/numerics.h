@@ -24,10 +24,13 @@
 #endif
 #if defined(__CUDA_ARCH__) || defined(__HIP__)
 #define ALLNORM_UNROLL _Pragma("unroll")
+#define ALLNORM_NO_UNROLL _Pragma("unroll 1")
 #elif defined(__CUDACC__)
 #define ALLNORM_UNROLL  // nvcc's host pass accepts neither spelling
+#define ALLNORM_NO_UNROLL
 #else
 #define ALLNORM_UNROLL _Pragma("GCC unroll 8")
+#define ALLNORM_NO_UNROLL
 #endif
 
 namespace allnorm {

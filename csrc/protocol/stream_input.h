@@ -61,7 +61,7 @@ ALLNORM_HD float exponential(float t) {
   return mul_rn(p, bit_cast<float>(static_cast<uint32_t>(whole - half + 127) << 23));
 }
 
-ALLNORM_HD float sigmoid(float t) { return div_rn(1.0f, add_rn(1.0f, exponential(-t))); }
+ALLNORM_HD float sigmoid(float t) { return reciprocal_rn(add_rn(1.0f, exponential(-t))); }
 
 // Returns a coefficient before its nonlinear function. `dot`: of the streams and a row of the
 // projection.
@@ -69,20 +69,36 @@ ALLNORM_HD float raw_coefficient(float dot, float rstd, float scale, float base)
   return add_rn(mul_rn(mul_rn(dot, rstd), scale), base);
 }
 
-// Turns raw coefficients into a nearly doubly stochastic matrix, in place: a softmax of each row,
-// then `iterations` of Sinkhorn's steps. Only n rows and columns are used.
-template <int kMost>
+// Replaces the first n of a matrix's sums by their reciprocals, correctly rounded.
+struct EachReciprocal {
+  template <int kMost>
+  ALLNORM_HD void operator()(float (&sums)[kMost], int n) const {
+    ALLNORM_UNROLL
+    for (int i = 0; i < kMost; ++i) {
+      if (i < n) sums[i] = reciprocal_rn(sums[i]);
+    }
+  }
+};
+
+// Turns raw coefficients into a nearly doubly stochastic matrix, in place: softmax(), then
+// balance(). Only n rows and columns are used. `Invert`: EachReciprocal, or one of the same bits.
+template <int kMost, class Invert = EachReciprocal>
 class Sinkhorn {
  public:
   ALLNORM_HD Sinkhorn(float (&matrix)[kMost][kMost], int n, float eps)
       : m_(matrix), n_(n), eps_(eps) {}
 
-  ALLNORM_HD void run(int iterations) {
+  // Softmax of each row, plus eps.
+  ALLNORM_HD void softmax() {
     ALLNORM_UNROLL
     for (int i = 0; i < kMost; ++i) {
       if (i < n_) softmax(i);
     }
+  }
+  // Takes the steps of each iteration.
+  ALLNORM_HD void balance(int iterations) {
     columns();
+    ALLNORM_NO_UNROLL
     for (int k = 1; k < iterations; ++k) {
       rows();
       columns();
@@ -108,35 +124,34 @@ class Sinkhorn {
       if (j < n_) m_[i][j] = add_rn(div_rn(m_[i][j], total), eps_);
     }
   }
+
   ALLNORM_HD void columns() {
-    ALLNORM_UNROLL
-    for (int j = 0; j < kMost; ++j) {
-      if (j >= n_) break;
-      float total = m_[0][j];
-      ALLNORM_UNROLL
-      for (int i = 1; i < kMost; ++i) {
-        if (i < n_) total = add_rn(total, m_[i][j]);
-      }
-      const float inverse = reciprocal_rn(add_rn(total, eps_));
-      ALLNORM_UNROLL
-      for (int i = 0; i < kMost; ++i) {
-        if (i < n_) m_[i][j] = mul_rn(m_[i][j], inverse);
-      }
-    }
+    scale([this](int column, int place) -> float& { return m_[place][column]; });
   }
   ALLNORM_HD void rows() {
+    scale([this](int row, int place) -> float& { return m_[row][place]; });
+  }
+  // Divides the elements of each line by their sum.
+  template <class At>
+  ALLNORM_HD void scale(const At& at) {
+    float sums[kMost] = {};
     ALLNORM_UNROLL
-    for (int i = 0; i < kMost; ++i) {
-      if (i >= n_) break;
-      float total = m_[i][0];
+    for (int line = 0; line < kMost; ++line) {
+      if (line >= n_) break;
+      sums[line] = at(line, 0);
       ALLNORM_UNROLL
-      for (int j = 1; j < kMost; ++j) {
-        if (j < n_) total = add_rn(total, m_[i][j]);
+      for (int i = 1; i < kMost; ++i) {
+        if (i < n_) sums[line] = add_rn(sums[line], at(line, i));
       }
-      const float inverse = reciprocal_rn(add_rn(total, eps_));
+      sums[line] = add_rn(sums[line], eps_);
+    }
+    Invert()(sums, n_);
+    ALLNORM_UNROLL
+    for (int line = 0; line < kMost; ++line) {
+      if (line >= n_) break;
       ALLNORM_UNROLL
-      for (int j = 0; j < kMost; ++j) {
-        if (j < n_) m_[i][j] = mul_rn(m_[i][j], inverse);
+      for (int i = 0; i < kMost; ++i) {
+        if (i < n_) at(line, i) = mul_rn(at(line, i), sums[line]);
       }
     }
   }

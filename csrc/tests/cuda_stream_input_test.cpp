@@ -15,8 +15,9 @@ void run_input(InputCall& of, const char* what, KernelKind kind, int tokens, uin
   StreamInputParams params = stream_input_params(call, 1);
   params.tokens = tokens;
   const bool in_clusters = kind == KernelKind::kClusterInput;
-  const int shared_bytes =
-      in_clusters ? cluster_input_shared_bytes(params, tokens) : stream_input_shared_bytes(params);
+  const int64_t shared_bytes =
+      in_clusters ? cluster_input_shared_bytes(params, testing::element_bytes(call.dtype), tokens)
+                  : stream_input_shared_bytes(params);
   shim::Machine machine(1, seed);
   machine.launch(0, {.num_blocks = in_clusters ? uint32_t{2 * kSegments} : 2,
                      .num_threads = kInputThreads,

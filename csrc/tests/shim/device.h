@@ -137,7 +137,7 @@ void wait_for_preceding_grid();
 void trigger_next_grid();
 
 // Shared memory of a block: variables, then dynamic memory. Uninitialized bytes form NaN.
-constexpr size_t kSharedBytes = 148 << 10;
+constexpr size_t kSharedBytes = 172 << 10;
 constexpr size_t kDynamicSharedOffset = 132 << 10;
 // Reserves space for a variable and returns its offset. Call before any block starts.
 size_t reserve_shared(size_t bytes);

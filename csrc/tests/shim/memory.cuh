@@ -165,6 +165,8 @@ inline float near_reciprocal_root(float a) {
   return static_cast<float>(1.0 / std::sqrt(static_cast<double>(a)));
 }
 
+inline float near_reciprocal(float a) { return 1.0f / a; }
+
 // ---- launches and clusters
 
 inline void wait_for_preceding_grid() {
