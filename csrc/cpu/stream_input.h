@@ -93,9 +93,7 @@ static void make_input_row(const AllnormStreamInput& in, int64_t row, const RowO
     in.post[row * n + i] = mul_rn(sigmoid(raw(n + i)), in.post_scale);
     for (int j = 0; j < n; ++j) matrix[i][j] = raw(2 * n + i * n + j);
   }
-  Sinkhorn<ALLNORM_MAX_STREAMS> sinkhorn(matrix, n, in.hc_eps);
-  sinkhorn.softmax();
-  sinkhorn.balance(in.iterations);
+  Sinkhorn<ALLNORM_MAX_STREAMS>(matrix, n, in.hc_eps).run(in.iterations);
   for (int i = 0; i < n; ++i) {
     for (int j = 0; j < n; ++j) in.mix[(row * n + i) * n + j] = matrix[j][i];
   }

@@ -24,68 +24,71 @@
 
 namespace allnorm {
 
-// EachReciprocal with one branch for all sums, so that the reciprocals overlap. Division has a
-// branch of its own for special values.
-struct ReciprocalsTogether {
-  template <int kCount>
-  __device__ __forceinline__ void operator()(float (&sums)[kCount], int) const {
-    bool ordinary = true;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      // From 2^-60 to 2^60, and at least one significand bit is zero: see reciprocal_from().
-      const auto bits = bit_cast<uint32_t>(sums[i]);
-      ordinary = ordinary && bits - 0x21800000u < 0x3c000000u && (~bits & 0x7fffffu) != 0;
-    }
-    if (ordinary) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        sums[i] = reciprocal_from(sums[i], near_reciprocal(sums[i]));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) sums[i] = reciprocal_rn(sums[i]);
-    }
+// A correctly rounded reciprocal without a branch, for values from 2^-60 to 2^60. `worst` is kLimit
+// or more after any other value. Reciprocals with a branch each cannot overlap.
+struct OrdinaryReciprocal {
+  static constexpr uint32_t kLimit = 0x3c000000u;
+  uint32_t& worst;
+
+  __device__ __forceinline__ float operator()(float a) const {
+    const auto bits = bit_cast<uint32_t>(a);
+    worst = greater(worst, bits - 0x21800000u);
+    const float result = reciprocal_from(a, near_reciprocal(a));
+    // Sums are often just below 1, where all significand bits are ones. The exact reciprocal of
+    // 2^e * (2 - 2^-23) is just above the middle between 2^-(e + 1) and the next number.
+    return (~bits & 0x7fffffu) == 0 ? bit_cast<float>(0x7f000000u - bits) : result;
   }
 };
 
-// Makes the matrix of kCount streams from raw coefficients. Lane kCount * i + j has coefficient
-// (i, j), and other lanes copy those of lane 0; the same lanes return the elements. The softmax is
-// taken with one element per lane, and then every lane balances the whole matrix. The bits are
-// those of Sinkhorn.
+// Sinkhorn, of the same bits, for kCount streams and with one element per lane. Lane kCount * i + j
+// has element (i, j), and other lanes copy (0, 0).
 template <int kCount>
-__device__ __forceinline__ float sinkhorn_of_lanes(float value, int lane, int iterations,
-                                                   float eps) {
-  const int first = lane < kCount * kCount ? lane / kCount * kCount : 0;
-  float row[kCount];
+class LaneSinkhorn {
+ public:
+  __device__ __forceinline__ LaneSinkhorn(int lane, float eps)
+      : row_(lane < kCount * kCount ? lane / kCount * kCount : 0),
+        column_(lane < kCount * kCount ? lane % kCount : 0),
+        eps_(eps) {}
+
+  // Returns this lane's element. `raw`: its raw coefficient.
+  __device__ __forceinline__ float run(float raw, int iterations) const {
+    float greatest = shuffle_from(raw, row_);
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) row[j] = shuffle_from(value, first + j);
-  float greatest = row[0];
-#pragma unroll
-  for (int j = 1; j < kCount; ++j) greatest = row[j] > greatest ? row[j] : greatest;
-  value = exponential(add_rn(value, -greatest));
-  float total = shuffle_from(value, first);
-#pragma unroll
-  for (int j = 1; j < kCount; ++j) total = add_rn(total, shuffle_from(value, first + j));
-  value = add_rn(div_rn(value, total), eps);
-  float matrix[kCount][kCount];
-#pragma unroll
-  for (int k = 0; k < kCount * kCount; ++k) {
-    matrix[k / kCount][k % kCount] = shuffle_from(value, k);
+    for (int j = 1; j < kCount; ++j) {
+      const float other = shuffle_from(raw, row_ + j);
+      greatest = other > greatest ? other : greatest;
+    }
+    const float power = exponential(add_rn(raw, -greatest));
+    const float softmax = add_rn(div_rn(power, sum(power, row_, 1)), eps_);
+    uint32_t worst = 0;
+    const float value = balance(softmax, iterations, OrdinaryReciprocal{worst});
+    if (!any_lane(worst >= OrdinaryReciprocal::kLimit)) return value;
+    return balance(softmax, iterations, [](float a) { return reciprocal_rn(a); });
   }
-  Sinkhorn<kCount, ReciprocalsTogether>(matrix, kCount, eps).balance(iterations);
-#pragma unroll
-  for (int k = 0; k < kCount * kCount; ++k) {
-    if (lane == k) value = matrix[k / kCount][k % kCount];
+
+ private:
+  template <class Invert>
+  __device__ __forceinline__ float balance(float value, int iterations,
+                                           const Invert& invert) const {
+    value = mul_rn(value, invert(add_rn(sum(value, column_, kCount), eps_)));
+#pragma unroll 1
+    for (int k = 1; k < iterations; ++k) {
+      value = mul_rn(value, invert(add_rn(sum(value, row_, 1), eps_)));
+      value = mul_rn(value, invert(add_rn(sum(value, column_, kCount), eps_)));
+    }
+    return value;
   }
-  return value;
-}
-__device__ __forceinline__ float sinkhorn_of_lanes(float value, int lane, int count, int iterations,
-                                                   float eps) {
-  static_assert(kFewStreams == 4);
-  if (count == 2) return sinkhorn_of_lanes<2>(value, lane, iterations, eps);
-  if (count == 3) return sinkhorn_of_lanes<3>(value, lane, iterations, eps);
-  return sinkhorn_of_lanes<4>(value, lane, iterations, eps);
-}
+  // Returns the sum of kCount lanes' values in order.
+  __device__ __forceinline__ static float sum(float value, int first, int step) {
+    float total = shuffle_from(value, first);
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) total = add_rn(total, shuffle_from(value, first + k * step));
+    return total;
+  }
+
+  int row_, column_;
+  float eps_;
+};
 
 // The segments' sums that the blocks of a cluster send to the blocks of the tokens.
 //
@@ -98,6 +101,7 @@ class SegmentSums {
   __device__ __forceinline__ SegmentSums() : shared_(shared_address(&shared_storage<Shared>())) {
     if (threadIdx.x == 0) {
       for (uint32_t i = 0; i < kBuffers; ++i) init_barrier(shared_ + arrived(i));
+      init_barrier(shared_ + kSquared);
       publish_barriers();
     }
     arrive_in_cluster();  // pairs with join()
@@ -131,6 +135,21 @@ class SegmentSums {
         wait_barrier(shared_ + arrived(buffer), static_cast<uint32_t>(batch) / kBuffers % 2));
   }
 
+  // The square sums of this block's tokens, which not all of its warps wait for. One thread expects
+  // `count` of them per batch.
+  __device__ __forceinline__ void expect_squares(int count) const {
+    if (count > 0) expect_bytes(shared_ + kSquared, static_cast<uint32_t>(count) * kValueBytes);
+  }
+  __device__ __forceinline__ void send_square(float* to, float square) const {
+    store_async_cluster(in_block_of_cluster(shared_address(to), cluster_rank()),
+                        in_block_of_cluster(shared_ + kSquared, cluster_rank()), square);
+  }
+  // Bounded: warps of this block send the square sums, and wait for nothing before.
+  __device__ __forceinline__ void wait_for_squares(int batch) const {
+    ALLNORM_FAULT(squares_not_waited_for, ,
+                  wait_barrier(shared_ + kSquared, static_cast<uint32_t>(batch) % 2));
+  }
+
   // Returns the sum of all segments of this block's token with a number.
   __device__ __forceinline__ float total(int batch, int number, int c) const {
     const auto buffer = static_cast<uint32_t>(batch) % kBuffers;
@@ -149,8 +168,9 @@ class SegmentSums {
   static constexpr int kSums = kHeldCoefficients + 1;
   struct Shared {
     float sums[kBuffers][kTokens][kSegments][kSums];
-    alignas(8) SharedBarrier arrived[kBuffers];
+    alignas(8) SharedBarrier arrived[kBuffers], squared;
   };
+  static constexpr auto kSquared = static_cast<uint32_t>(offsetof(Shared, squared));
   __device__ __forceinline__ static uint32_t place(uint32_t buffer, int number, uint32_t segment,
                                                    int c) {
     const uint32_t token = buffer * kTokens + static_cast<uint32_t>(number);
@@ -171,13 +191,12 @@ class ClusterInput {
     ClusterInput kernel(params);
     kernel.prefetch_constants();
     wait_for_preceding_grid();
-    kernel.load_constants();
     const auto step = static_cast<int64_t>(num_clusters()) * params.tokens;
     int64_t first = static_cast<int64_t>(cluster_index()) * params.tokens;
 #pragma unroll 1
     for (int batch = 0; first < params.num_tokens; ++batch, first += step) {
       const int64_t left = params.num_tokens - first;
-      kernel.first_ = first;
+      kernel.first_ = static_cast<int>(first);
       kernel.count_ = left < params.tokens ? static_cast<int>(left) : params.tokens;
       kernel.make(batch, first + step >= params.num_tokens);
     }
@@ -188,37 +207,33 @@ class ClusterInput {
   // Chunks of the norm per chunk of the projection.
   static constexpr int kParts = kInputPackElems / kElems;
   static constexpr int kPacks = kInputPackElems / kElemsPerPack<U>;
-  static constexpr int kAhead = kPacks == 1 ? 2 : 1;  // tokens; with more, registers spilled
+  // Whether a token's streams are loaded while the previous token is processed. There are no
+  // registers for two packs.
+  static constexpr bool kLoadsAhead = kPacks == 1;
   static constexpr int kWarps = kInputThreads / 32;
   static constexpr int kSums = kHeldCoefficients + 1;
 
   explicit __device__ __forceinline__ ClusterInput(const StreamInputParams& params)
       : params_(params),
         lane_(static_cast<int>(threadIdx.x % 32)),
-        warp_(static_cast<int>(threadIdx.x / 32)),
-        chunks_(static_cast<int>(input_chunks(params.hidden_size))),
-        coefficients_(coefficient_count(params.num_streams)) {
+        warp_(static_cast<int>(threadIdx.x / 32)) {
     const int segment = static_cast<int>(cluster_rank());
-    chunk_ = static_cast<int>(segment_begin(segment, chunks_));
-    own_chunks_ = static_cast<int>(segment_begin(segment + 1, chunks_)) - chunk_;
-    slots_ = params.num_streams * own_chunks_;
-    squares_ = dynamic_shared_floats();
-    const int mine = (params.tokens + kSegments - 1) / kSegments;
-    sums_ = squares_ + (mine * params.squares + 3) / 4 * 4;
-    y_ = reinterpret_cast<Pack*>(sums_);
+    chunk_ = static_cast<int>(segment_begin(segment, chunks()));
+    own_chunks_ = static_cast<int>(segment_begin(segment + 1, chunks())) - chunk_;
   }
 
   __device__ __forceinline__ void make(int batch, bool is_last) {
     project();
+    load_constants();
     ALLNORM_FAULT(slots_added_early, , __syncthreads());
     if (batch == 0) segments_.join();
     // The rest of this grid may overlap the launch of the dependent grid.
     if (is_last) trigger_next_grid();
-    for (int i = static_cast<int>(threadIdx.x); i < count_ * (coefficients_ + 1);
+    for (int i = static_cast<int>(threadIdx.x); i < count_ * (coefficients() + 1);
          i += kInputThreads) {
-      const int token = i / (coefficients_ + 1), c = i % (coefficients_ + 1);
+      const int token = i / (coefficients() + 1), c = i % (coefficients() + 1);
       float total = 0.0f;
-      for (int slot = 0; slot < slots_; ++slot) total = add_rn(total, *sum(token, slot, c));
+      for (int slot = 0; slot < slots(); ++slot) total = add_rn(total, *sum(token, slot, c));
       segments_.send(batch, token, c, total);
     }
     ALLNORM_FAULT(sums_overwritten, , __syncthreads());  // barrier: the sums have been read
@@ -230,7 +245,7 @@ class ClusterInput {
   // Loads what the first batch needs into the L2 cache. Only a hint, so it need not wait for the
   // preceding grid.
   __device__ __forceinline__ void prefetch_constants() const {
-    if (warp_ < slots_ && lane_ < coefficients_) {
+    if (warp_ < slots() && lane_ < coefficients()) {
       const int64_t left =
           params_.hidden_size - int64_t{chunk_ + warp_ % own_chunks_} * kInputChunkElems;
       const int64_t elems = left < kInputChunkElems ? left : kInputChunkElems;
@@ -243,16 +258,41 @@ class ClusterInput {
     }
   }
   __device__ __forceinline__ void load_constants() {
-    if (lane_ >= coefficients_) return;
+    if (lane_ >= coefficients()) return;
     scale_ = params_.scale[coefficient_group(lane_, params_.num_streams)];
     base_ = params_.base[lane_];
   }
 
+  __device__ __forceinline__ int chunks() const {
+    return static_cast<int>(input_chunks(params_.hidden_size));
+  }
+  __device__ __forceinline__ int coefficients() const {
+    return coefficient_count(params_.num_streams);
+  }
+  // Streams and chunks of this block's segment.
+  __device__ __forceinline__ int slots() const { return params_.num_streams * own_chunks_; }
+
+  // ---- shared memory ----------------------------------------------------------------------------
+
+  // The square sums of this block's tokens: [params.squares] each.
+  __device__ __forceinline__ float* squares(int number) const {
+    return dynamic_shared_floats() + number * params_.squares;
+  }
+  // The sums of slots: [tokens][slots][kSums].
+  __device__ __forceinline__ float* sum(int token, int slot, int c) const {
+    return sums() + (token * slots() + slot) * kSums + c;
+  }
+  // The input of this block's tokens before the norm, in place of the sums.
+  __device__ __forceinline__ Pack* input(int number) const {
+    return reinterpret_cast<Pack*>(sums()) + number * (params_.hidden_size / kElems);
+  }
+  __device__ __forceinline__ float* sums() const {
+    const int mine = (params_.tokens + kSegments - 1) / kSegments;
+    return dynamic_shared_floats() + (mine * params_.squares + 3) / 4 * 4;
+  }
+
   // ---- products ---------------------------------------------------------------------------------
 
-  __device__ __forceinline__ float* sum(int token, int slot, int c) const {
-    return sums_ + (token * slots_ + slot) * kSums + c;
-  }
   __device__ __forceinline__ const char* row_of(int64_t token, int stream) const {
     return params_.streams.at(token, 0) + stream * params_.stream_stride_bytes;
   }
@@ -280,7 +320,7 @@ class ClusterInput {
       keep_address(row);
       load_eight<Float32, true>(row, lane_ * kInputPackElems, left, factors[c]);
       // The sums of rows that do not exist are not used.
-      if (c + 1 < coefficients_) row += row_bytes;
+      if (c + 1 < coefficients()) row += row_bytes;
     }
   }
 
@@ -308,23 +348,20 @@ class ClusterInput {
   // tokens are in flight meanwhile.
   __device__ __forceinline__ void project() {
 #pragma unroll 1
-    for (int slot = warp_; slot < slots_; slot += kWarps) {
+    for (int slot = warp_; slot < slots(); slot += kWarps) {
       float factors[kHeldCoefficients][kInputPackElems];
       load_factors(slot, factors);
       const int stream = slot / own_chunks_, chunk = chunk_ + slot % own_chunks_;
       const auto load_token = [&](int token) {
         return token < count_ ? load(row_of(first_ + token, stream), chunk) : Elements{};
       };
-      Elements ahead[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) ahead[i] = load_token(i);
+      Elements next{};
+      if constexpr (kLoadsAhead) next = load_token(0);
 #pragma unroll 1
       for (int token = 0; token < count_; ++token) {
         float z[kInputPackElems];
-        convert(ahead[0], z);
-#pragma unroll
-        for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
-        ahead[kAhead - 1] = load_token(token + kAhead);
+        convert(kLoadsAhead ? next : load_token(token), z);
+        if constexpr (kLoadsAhead) next = load_token(token + 1);
         add_products(sum(token, slot, 0), z, factors);
       }
     }
@@ -341,7 +378,7 @@ class ClusterInput {
       if (lane_ % 4 == 0) sums[c + eighth_of(lane_)] = of_chunk;
     }
     const float squares = butterfly(pack_product(z, z));
-    if (lane_ == 0) sums[coefficients_] = squares;
+    if (lane_ == 0) sums[coefficients()] = squares;
   }
 
   // ---- a token's results ------------------------------------------------------------------------
@@ -359,18 +396,18 @@ class ClusterInput {
     const bool weighs = live && member < weighing;
     Streams streams{};
     if (weighs) streams = load_streams(token, member);
-    segments_.wait(batch, mine, coefficients_ + 1);
+    segments_.wait(batch, mine, coefficients() + 1);
+    if (threadIdx.x == 0) segments_.expect_squares(mine * norm_chunks());
     float raw = 0.0f;
-    float* const squares = squares_ + number * params_.squares;
-    Pack* const y = y_ + number * row_packs();
     if (live) raw = raw_of(batch, number);
-    if (weighs) weigh_row(token, streams, member, weighing, raw, y, squares);
-    __syncthreads();
+    if (weighs) weigh_row(token, streams, member, weighing, raw, number);
     if (weighs) {
-      const float square_sum = butterfly_over<kMostSquares>(shared_address(squares), norm_chunks());
+      segments_.wait_for_squares(batch);
+      const float square_sum =
+          butterfly_over<kMostSquares>(shared_address(squares(number)), norm_chunks());
       const float rstd =
           rstd_of(square_sum, params_.num_elements, params_.inverse_num_elements, params_.eps);
-      norm_row(token, rstd, member, weighing, y);
+      norm_row(token, rstd, member, weighing, number);
     }
     if (live && member == group - 1) store_coefficients(token, raw);
   }
@@ -380,14 +417,11 @@ class ClusterInput {
     return reciprocal_rms(square_sum, num_elements, inverse, eps,
                           [](float square) { return near_reciprocal_root(square); });
   }
-  __device__ __forceinline__ int row_packs() const {
-    return static_cast<int>(params_.hidden_size / kElems);
-  }
 
   // Returns the raw coefficient with this lane's number.
   __device__ __forceinline__ float raw_of(int batch, int number) const {
-    const float total = lane_ <= coefficients_ ? segments_.total(batch, number, lane_) : 0.0f;
-    const float rstd = rstd_of(shuffle_from(total, coefficients_), params_.stream_elements,
+    const float total = lane_ <= coefficients() ? segments_.total(batch, number, lane_) : 0.0f;
+    const float rstd = rstd_of(shuffle_from(total, coefficients()), params_.stream_elements,
                                params_.inverse_stream_elements, params_.stream_eps);
     return raw_coefficient(total, rstd, scale_, base_);
   }
@@ -398,10 +432,16 @@ class ClusterInput {
     const float post = mul_rn(sigmoid(raw), params_.post_scale);
     if (lane_ >= n && lane_ < 2 * n) params_.post[token * n + lane_ - n] = post;
     const int source = lane_ < n * n ? 2 * n + lane_ : 2 * n;
-    const float mixed =
-        sinkhorn_of_lanes(shuffle_from(raw, source), lane_, n, params_.iterations, params_.hc_eps);
+    const float mixed = sinkhorn(shuffle_from(raw, source));
     float* const to = params_.mix + token * n * n;
     if (lane_ < n * n) to[lane_ % n * n + lane_ / n] = mixed;
+  }
+  __device__ __forceinline__ float sinkhorn(float raw) const {
+    static_assert(kFewStreams == 4);
+    const int n = params_.num_streams, iterations = params_.iterations;
+    if (n == 2) return LaneSinkhorn<2>(lane_, params_.hc_eps).run(raw, iterations);
+    if (n == 3) return LaneSinkhorn<3>(lane_, params_.hc_eps).run(raw, iterations);
+    return LaneSinkhorn<4>(lane_, params_.hc_eps).run(raw, iterations);
   }
 
   // This lane's elements of all streams in a chunk.
@@ -420,13 +460,13 @@ class ClusterInput {
   // Makes the chunks first, first + step, ... of the input, rounded to T, and their square sums.
   // `streams`: those of the first chunk; `raw`: as raw_of() returns it.
   __device__ __forceinline__ void weigh_row(int64_t token, Streams streams, int first, int step,
-                                            float raw, Pack* y, float* squares) const {
+                                            float raw, int number) const {
     const float weight = add_rn(sigmoid(raw), params_.hc_eps);
     float pre[kFewStreams];
 #pragma unroll
     for (int j = 0; j < kFewStreams; ++j) pre[j] = shuffle_from(weight, j);
 #pragma unroll 1
-    for (int chunk = first; chunk < chunks_; chunk += step) {
+    for (int chunk = first; chunk < chunks(); chunk += step) {
       float z[kInputPackElems];
       weigh(streams, pre, z);
       streams = load_streams(token, chunk + step);
@@ -437,9 +477,9 @@ class ClusterInput {
       for (int part = 0; part < kParts; ++part) {
         const Pack rounded = pack<T>(z + part * kElems);
         unpack<T>(rounded, z + part * kElems);
-        if (inside) y[column(chunk) / kElems + part] = rounded;
+        if (inside) input(number)[column(chunk) / kElems + part] = rounded;
       }
-      store_squares(squares, chunk, z);
+      store_squares(squares(number), chunk, z);
     }
   }
   __device__ __forceinline__ void weigh(const Streams& streams, const float* pre, float* y) const {
@@ -462,32 +502,45 @@ class ClusterInput {
   __device__ __forceinline__ void store_squares(float* squares, int chunk, const float* y) const {
     if constexpr (kParts == 1) {
       const float of_chunk = butterfly(square_sum<kElems>(y));
-      if (lane_ == 0) squares[chunk] = of_chunk;
+      if (lane_ == 0) segments_.send_square(squares + chunk, of_chunk);
     } else {
       const float of_half =
           butterfly_of_halves(square_sum<kElems>(y), square_sum<kElems>(y + kElems));
       const int half = 2 * chunk + lane_ / 16;
-      if (lane_ % 16 == 0 && half < norm_chunks()) squares[half] = of_half;
+      if (lane_ % 16 == 0 && half < norm_chunks()) segments_.send_square(squares + half, of_half);
     }
   }
 
   // Norms and stores the chunks that weigh_row() has made.
   __device__ __forceinline__ void norm_row(int64_t token, float rstd, int first, int step,
-                                           const Pack* y) const {
+                                           int number) const {
     char* const row = params_.out.at(token, 0);
+    float gains[kInputPackElems];
+    load_gains(first, gains);
 #pragma unroll 1
-    for (int chunk = first; chunk < chunks_; chunk += step) {
+    for (int chunk = first; chunk < chunks(); chunk += step) {
       if (column(chunk) >= params_.hidden_size) return;
+      float next[kInputPackElems] = {};
+      if (chunk + step < chunks()) load_gains(chunk + step, next);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int64_t place = column(chunk) / kElems + part;
-        float z[kElems], gains[kElems];
-        load_gains<T, RowAccess<T, true>>(params_.weight, params_.weight_is_float32,
-                                          params_.weight_bias, params_.hidden_size, place, gains);
-        unpack<T>(y[place], z);
+        float z[kElems];
+        unpack<T>(input(number)[place], z);
         normalize<T>(z, rstd, params_.round_before_weight);
-        store_pack(row + place * kPackBytes, apply_gains<T>(z, gains));
+        store_pack(row + place * kPackBytes, apply_gains<T>(z, gains + part * kElems));
       }
+#pragma unroll
+      for (int e = 0; e < kInputPackElems; ++e) gains[e] = next[e];
+    }
+  }
+  __device__ __forceinline__ void load_gains(int chunk, float* gains) const {
+    if (column(chunk) >= params_.hidden_size) return;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      allnorm::load_gains<T, RowAccess<T, true>>(
+          params_.weight, params_.weight_is_float32, params_.weight_bias, params_.hidden_size,
+          column(chunk) / kElems + part, gains + part * kElems);
     }
   }
 
@@ -495,14 +548,10 @@ class ClusterInput {
 
   const StreamInputParams& params_;
   SegmentSums segments_;
-  int lane_, warp_, chunks_, coefficients_;
-  int chunk_, own_chunks_, slots_;    // of this block's segment: the first chunk, and their number
+  int lane_, warp_;
+  int chunk_, own_chunks_;            // of this block's segment: the first chunk, and their number
   float scale_ = 0.0f, base_ = 0.0f;  // of the coefficient with this lane's number
-  float* squares_;                    // [tokens of this block][params.squares]
-  float* sums_;                       // [tokens][slots][kSums], and in the same memory:
-  Pack* y_;  // [tokens of this block][row_packs()]: the input before the norm
-  int64_t first_ = 0;
-  int count_ = 0;
+  int first_ = 0, count_ = 0;         // the tokens of this batch
 };
 
 template <class T>

@@ -161,10 +161,13 @@ inline int cluster_input_tokens(const StreamInputParams& params, int64_t element
   const auto fits = [&](int64_t tokens) {
     return cluster_input_shared_bytes(params, element_bytes, tokens) <= kMostBytes;
   };
-  int64_t most = std::min<int64_t>(share, kClusterTokens);
-  if (share <= kSegments) return fits(most) ? static_cast<int>(most) : 0;
-  while (most > kSegments && !fits(most)) most = (most - 1) / kSegments * kSegments;
-  return fits(most) ? static_cast<int>(most) : 0;
+  if (share <= kSegments) return fits(share) ? static_cast<int>(share) : 0;
+  int64_t most = kClusterTokens;
+  while (most > kSegments && !fits(most)) most /= 2;
+  if (!fits(most)) return 0;
+  const int64_t batches = (share + most - 1) / most;
+  const int64_t per_block = (share + batches * kSegments - 1) / (batches * kSegments);
+  return static_cast<int>(batches == 1 ? share : per_block * kSegments);
 }
 
 // Returns the parameters of the kernel that makes a layer's input on a GPU with `num_sms` SMs.

@@ -266,9 +266,7 @@ class StreamInputRows {
         if (i < n && j < n) matrix[i][j] = raw(token, 2 * n + i * n + j, rstd);
       }
     }
-    Sinkhorn<kMost> sinkhorn(matrix, n, params_.hc_eps);
-    sinkhorn.softmax();
-    sinkhorn.balance(params_.iterations);
+    Sinkhorn<kMost>(matrix, n, params_.hc_eps).run(params_.iterations);
     float* const to = params_.mix + (first_ + token) * n * n;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {

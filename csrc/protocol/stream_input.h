@@ -69,34 +69,19 @@ ALLNORM_HD float raw_coefficient(float dot, float rstd, float scale, float base)
   return add_rn(mul_rn(mul_rn(dot, rstd), scale), base);
 }
 
-// Replaces the first n of a matrix's sums by their reciprocals, correctly rounded.
-struct EachReciprocal {
-  template <int kMost>
-  ALLNORM_HD void operator()(float (&sums)[kMost], int n) const {
-    ALLNORM_UNROLL
-    for (int i = 0; i < kMost; ++i) {
-      if (i < n) sums[i] = reciprocal_rn(sums[i]);
-    }
-  }
-};
-
-// Turns raw coefficients into a nearly doubly stochastic matrix, in place: softmax(), then
-// balance(). Only n rows and columns are used. `Invert`: EachReciprocal, or one of the same bits.
-template <int kMost, class Invert = EachReciprocal>
+// Turns raw coefficients into a nearly doubly stochastic matrix, in place: a softmax of each row,
+// then `iterations` of Sinkhorn's steps. Only n rows and columns are used.
+template <int kMost>
 class Sinkhorn {
  public:
   ALLNORM_HD Sinkhorn(float (&matrix)[kMost][kMost], int n, float eps)
       : m_(matrix), n_(n), eps_(eps) {}
 
-  // Softmax of each row, plus eps.
-  ALLNORM_HD void softmax() {
+  ALLNORM_HD void run(int iterations) {
     ALLNORM_UNROLL
     for (int i = 0; i < kMost; ++i) {
       if (i < n_) softmax(i);
     }
-  }
-  // Takes the steps of each iteration.
-  ALLNORM_HD void balance(int iterations) {
     columns();
     ALLNORM_NO_UNROLL
     for (int k = 1; k < iterations; ++k) {
@@ -134,24 +119,18 @@ class Sinkhorn {
   // Divides the elements of each line by their sum.
   template <class At>
   ALLNORM_HD void scale(const At& at) {
-    float sums[kMost] = {};
     ALLNORM_UNROLL
     for (int line = 0; line < kMost; ++line) {
       if (line >= n_) break;
-      sums[line] = at(line, 0);
+      float sum = at(line, 0);
       ALLNORM_UNROLL
       for (int i = 1; i < kMost; ++i) {
-        if (i < n_) sums[line] = add_rn(sums[line], at(line, i));
+        if (i < n_) sum = add_rn(sum, at(line, i));
       }
-      sums[line] = add_rn(sums[line], eps_);
-    }
-    Invert()(sums, n_);
-    ALLNORM_UNROLL
-    for (int line = 0; line < kMost; ++line) {
-      if (line >= n_) break;
+      const float inverse = reciprocal_rn(add_rn(sum, eps_));
       ALLNORM_UNROLL
       for (int i = 0; i < kMost; ++i) {
-        if (i < n_) at(line, i) = mul_rn(at(line, i), sums[line]);
+        if (i < n_) at(line, i) = mul_rn(at(line, i), inverse);
       }
     }
   }
