@@ -48,7 +48,8 @@ def fuse(
     """Fuses each all-reduce in a graph with the residual add and RMSNorm after it, where possible.
 
     All-reduces of sums of squares, by which rows that are spread over the ranks are normed, become
-    calls of `rms_norm_sharded`.
+    calls of `rms_norm_sharded`. Those that follow each other become one call, if their tensors do
+    not depend on each other's norms.
 
     A site is fused only if one of the rounding modes reproduces the graph's operations, including
     PyTorch's roundings in eager mode. Only the order of additions in the mean square and the last

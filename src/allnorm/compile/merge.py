@@ -3,8 +3,9 @@
 A graph may reduce the sums of squares of q and of k separately. `rms_norm_sharded` norms both in
 one launch, if neither depends on the other's result.
 
-Only reductions that follow each other in the graph are merged. Between them, the order of the
-graph's other reductions stays as it was, so ranks whose graphs differ elsewhere stay in step.
+Two reductions are merged only if no other reduction lies between them in the graph. Their call
+could otherwise come before that reduction on one rank and after it on a different one, if the
+ranks' graphs differ, and both ranks would wait for each other.
 """
 
 from __future__ import annotations
