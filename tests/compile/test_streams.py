@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from rank_helpers import comm, on
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch.fx import GraphModule, symbolic_trace
+from torch.fx import GraphModule, Interpreter, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import allnorm
@@ -406,7 +408,7 @@ class RowParallel(torch.nn.Module):
         return funcol.all_reduce(partial, "sum", dist.group.WORLD)
 
 
-def deepseek_v4() -> Any:
+def deepseek_v4(dtype: torch.dtype) -> Any:
     """Returns a tiny model of transformers with two layers, whose attention is sharded."""
     transformers = pytest.importorskip("transformers")
     layers = 2
@@ -431,7 +433,7 @@ def deepseek_v4() -> Any:
         initializer_range=0.1,
     )
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for layer in model.model.layers:
         layer.self_attn.o_b_proj = RowParallel(layer.self_attn.o_b_proj)
     return model
@@ -441,7 +443,7 @@ def deepseek_v4() -> Any:
 @on(cpu=(2,))
 def test_deepseek_v4(rank: int, world_size: int) -> None:
     """Tests a tiny DeepSeek-V4 of transformers in float32: the streams are mixed in the calls."""
-    model = deepseek_v4()
+    model = deepseek_v4(float32)
     tokens = torch.arange(14).view(2, 7)
     with torch.no_grad():
         expected = model(tokens, use_cache=False).logits
@@ -453,3 +455,114 @@ def test_deepseek_v4(rank: int, world_size: int) -> None:
         "4 residual streams"
     ] * 2
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+class Run(Interpreter):
+    """A run of a graph that keeps what each node computed.
+
+    The nodes in `given` compute their own values, but the nodes after them read the given values.
+    """
+
+    def __init__(self, module: GraphModule, given: dict[str, Tensor]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.given, self.own = given, dict[str, Any]()
+
+    def run_node(self, n: Node) -> Any:
+        self.own[n.name] = super().run_node(n)
+        return self.given.get(n.name, self.own[n.name])
+
+
+def ulp(x: Tensor) -> Tensor:
+    """Returns the unit in the last place of bfloat16 numbers: 2**-7 of the power of two below."""
+    return torch.ldexp(torch.ones(()), torch.frexp(x.float()).exponent - 8)
+
+
+class Twin:
+    """A layer's graph, unfused and fused. Every run compares both; `sites` counts the comparisons.
+
+    The reports are those of the graph without `approximate_streams` and with it.
+    """
+
+    def __init__(self, module: GraphModule) -> None:
+        self.unfused, self.fused, self.sites = copy.deepcopy(module), module, 0
+        self.reports = [
+            fuse(copy.deepcopy(module), None, comm()),
+            fuse(module, None, comm(), approximate_streams=True),
+        ]
+
+    def __call__(self, *given: Any) -> Any:
+        operator: Any = torch.ops.allnorm.all_reduce_hyper_connection.default
+        fused = Run(self.fused, {})
+        results = fused.run(*given)
+        calls = self.fused.graph.find_nodes(op="call_function", target=operator)
+        sites = self.reports[1].fused
+        found = {
+            site.nodes[-1]: fused.own[call.name] for site, call in zip(sites, calls, strict=True)
+        }
+        unfused = Run(self.unfused, found)
+        expected = unfused.run(*given)
+        for mine, theirs in zip(results, expected, strict=True):
+            assert_same_bits(mine, theirs, "the layer after the call")
+        for node in self.unfused.graph.nodes:
+            if node.name in found:
+                parts = [unfused.own[part.name] for part in node.args]
+                call = calls[self.sites % len(calls)]
+                arguments = [fused.own[part.name] for part in call.args[:4]]
+                compare(found[node.name], unfused.own[node.name], parts, arguments)
+                self.sites += 1
+        return results
+
+
+def compare(actual: Tensor, expected: Tensor, parts: list[Tensor], given: list[Tensor]) -> None:
+    """Compares a call's new streams with those of a graph that rounds both parts of them.
+
+    The graph rounds the product, the mixed streams and their sum, the call only the sum: four
+    roundings, each of at most half a unit in the last place. In float32, the two differ by the
+    roundings of four products and four sums of the call, and of as many and the product's in the
+    graph, each of at most 2**-24 of the sum of all terms' magnitudes.
+    """
+    x, r, post, mix = given
+    xs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(xs, x)
+    connection = allnorm.HyperConnection(post, mix)
+    assert_same_bits(actual, reference.all_reduce_hyper_connection(xs, r, connection), "reference")
+    reduced = torch.stack(xs).float().sum(0)
+    terms = (injected(reduced, post).abs() + mix.abs() @ r.float().abs()) * 2.0**-24
+    roundings = sum(ulp(each) for each in (*parts, actual, expected)) / 2
+    assert bool(((actual.float() - expected.float()).abs() <= roundings + 18 * terms).all())
+    assert not torch.equal(actual, expected), "the graph rounds as the call does"
+
+
+@pytest.mark.long
+@on(cpu=(2,))
+def test_deepseek_v4_in_16_bits(rank: int, world_size: int) -> None:
+    """Tests a tiny DeepSeek-V4 of transformers in bfloat16, which rounds parts of its streams.
+
+    Each layer's fused graph computes what the unfused graph computes from the call's results, and
+    these differ from the unfused graph's own only by roundings.
+    """
+    model, twins = deepseek_v4(bf16), list[Twin]()
+
+    def compiler(module: GraphModule, given: Any) -> Any:
+        twins.append(Twin(module))
+        return make_boxed_func(twins[-1])
+
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.forward = torch.compile(layer.forward, backend=aot_autograd(fw_compiler=compiler))
+        torch._dynamo.reset()
+        model(torch.arange(14).view(2, 7), use_cache=False)
+        torch._dynamo.reset()
+    assert [twin.sites for twin in twins] == [1, 1]
+    for exact, approximate in (twin.reports for twin in twins):
+        assert not exact.fused
+        (missed,) = exact.missed
+        assert missed.dtype == bf16
+        assert re.search(
+            r"^mul_\d+ rounds a part of the new streams to torch.bfloat16: the fused call computes "
+            "in float32 and rounds once. Pass approximate_streams=True to fuse it$",
+            str(missed.reason),
+        )
+        (site,) = approximate.sites
+        assert (site.fused, site.boundary, site.numerics) == (True, "4 residual streams", "")
+        assert (site.nodes[0], site.dtype) == (missed.nodes[0], bf16)

@@ -20,6 +20,7 @@ from allnorm.compile.decompose import Decompositions, by_name
 from allnorm.compile.functional import Functional, NotFunctional, make_functional, writers
 from allnorm.compile.groups import check_group, communicator_name, group_of
 from allnorm.compile.match import Matcher
+from allnorm.compile.merge import merge
 from allnorm.compile.reductions import Reduction, find_reductions, only_all_reduces
 from allnorm.compile.report import FusionReport, Site
 from allnorm.compile.rewrite import Rewriter
@@ -47,7 +48,8 @@ def fuse(
     """Fuses each all-reduce in a graph with the residual add and RMSNorm after it, where possible.
 
     All-reduces of sums of squares, by which rows that are spread over the ranks are normed, become
-    calls of `rms_norm_sharded`.
+    calls of `rms_norm_sharded`. Those that follow each other become one call, if their tensors do
+    not depend on each other's norms.
 
     A site is fused only if one of the rounding modes reproduces the graph's operations, including
     PyTorch's roundings in eager mode. Only the order of additions in the mean square and the last
@@ -173,13 +175,19 @@ class _Found:
     """A reduction in the original graph (`before`) and in the searched graph, and what was found.
 
     Either a match was found (`match`, with its communicator's `name`), or `reason` says why not.
+    `call` is then the match, or a call that several matches were merged into.
     """
 
     before: Reduction
     reduction: Reduction
     match: Match | ShardedMatch | None = None
+    call: Match | ShardedMatch | None = None
     name: str = ""
     reason: str = ""
+
+    def miss(self, reason: str) -> None:
+        """Drops the match."""
+        self.match, self.call, self.reason = None, None, reason
 
 
 def _fuse_one(
@@ -199,6 +207,7 @@ def _fuse_one(
     known_of[module] = shapes
     for node in children:
         _note_inputs(node, shapes, inputs)
+    _merge(sites, values, communicator)
     _agree(sites, values, communicator)
     if any(one.match is not None and one.match.chose_view for one in sites):
         # Sizes of 1 are not symbols, so they need a check, except in the last dimension.
@@ -208,7 +217,7 @@ def _fuse_one(
     problem = _rewrite(module, sites, values, search.functional, shapes.meta_key)
     if problem:
         for one in [one for one in sites if one.match is not None]:
-            one.match, one.reason = None, problem
+            one.miss(problem)
         report = [_site(values, shapes, one) for one in sites]
     return report
 
@@ -370,6 +379,13 @@ def _check_world_size(
         )
 
 
+def _merge(found: Sequence[_Found], values: Values, communicator: Communicator | None) -> None:
+    """Stores each match's call: one call may replace several reductions."""
+    over = [(group_of(one.before, communicator), one.before.comm_name) for one in found]
+    for one, call in zip(found, merge(values, [one.match for one in found], over), strict=True):
+        one.call = call
+
+
 def _device(values: Values, match: Match | ShardedMatch) -> torch.device:
     x = values.shapes.of(match.x)
     assert x is not None
@@ -387,12 +403,12 @@ def _agree(found: Sequence[_Found], values: Values, communicator: Communicator |
         if group is None:
             continue
         mine = [one for one in found if groups[one.before.node] is group]
-        steps = [Step(_action(one, values), one.reason) for one in mine]
+        steps = [Step(_action(one.call, values), one.reason) for one in mine]
         known = [_described(one.before, values) for one in mine]
         reason = agreement.settle(group, communicator, known, steps)
         for one in mine if reason else ():
             if one.match is not None:
-                one.match, one.reason = None, reason
+                one.miss(reason)
     for one in found:
         if one.match is not None:
             device = _device(values, one.match)
@@ -406,12 +422,12 @@ def _described(reduction: Reduction, values: Values) -> str:
     return "?" if x is None or not x.dim() else f"{kind}{x.dtype} {printable(x.shape[-1:])}"
 
 
-def _action(found: _Found, values: Values) -> str:
+def _action(match: Match | ShardedMatch | None, values: Values) -> str:
     """Returns, as text, the parts of a fused call that all ranks must agree on; "" if not fused."""
-    match = found.match
     if match is None:
         return ""
     if isinstance(match, ShardedMatch):
+        # Merged reductions follow each other, so the number of tensors says which ones they are.
         sizes = [one.norm.hidden_size for one in match.slices]
         dtype = values.held[match.x].dtype
         return str((match.numerics, match.boundary, match.eps, match.weight_bias, sizes, dtype))
@@ -441,7 +457,7 @@ def _rewrite(
     meta_key: str | None,
 ) -> str:
     """Applies the matches. Returns why that is impossible, or ""."""
-    calls = [(one.match, one.name) for one in found if one.match is not None]
+    calls = {id(one.call): (one.call, one.name) for one in found if one.call is not None}
     if not calls:
         return ""
     graph = module.graph if functional is None else functional.module.graph
@@ -449,7 +465,7 @@ def _rewrite(
     results = [shapes.of(node) for node in occurrences(graph)]
     names = [node.name for node in occurrences(module.graph)]
     rewriter = Rewriter(graph, values)
-    for call in calls:
+    for call in calls.values():
         rewriter.apply(*call)
     rewriter.finish()
     if functional is not None:
@@ -520,8 +536,13 @@ def _site(values: Values, shapes: Shapes, found: _Found) -> Site:
     if isinstance(match, ShardedMatch):
         path = [*match.members, *match.served_nodes(values)]
         names = dict.fromkeys(map(values.name_of, path))
-        numerics, boundary = match.numerics, match.boundary
-        return Site(tuple(names), shape, dtype, group, numerics, boundary=boundary)
+        call = found.call or match
+        first = values.name_of(call.reduction.node)
+        return Site(
+            *(tuple(names), shape, dtype, group, match.numerics),
+            boundary=call.boundary,
+            merged_with="" if call.reduction is match.reduction else first,
+        )
     candidate, nodes = match.candidate, _path(values, match)
     quant = None if candidate.quantization is None else str(candidate.quantization)
     return Site(

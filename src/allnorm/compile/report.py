@@ -27,6 +27,8 @@ class Site:
         boundary: the steps that were fused in addition to a residual add and one norm, such as
             "post norm, scale 0.5"; empty without such steps. "rows over ranks" if the call is
             `rms_norm_sharded`.
+        merged_with: the name of an earlier site's reduction, if the call of that site replaces this
+            reduction too: one launch norms the tensors of both. Empty otherwise.
     """
 
     nodes: tuple[str, ...]
@@ -38,6 +40,7 @@ class Site:
     quant: str | None = None
     note: str = ""
     boundary: str = ""
+    merged_with: str = ""
 
     @property
     def fused(self) -> bool:
@@ -87,11 +90,14 @@ class FusionReport:
 def _cells(site: Site) -> tuple[str, str, str, str, str]:
     shape = "?" if site.shape is None else "x".join(map(str, site.shape)) or "scalar"
     dtype = "" if site.dtype is None else f" {str(site.dtype).removeprefix('torch.')}"
+    text = site.reason or site.note
+    if site.merged_with and not text:
+        text = f"in the call of {site.merged_with}"
     nodes = site.nodes if len(site.nodes) <= 2 else (site.nodes[0], "...", site.nodes[-1])
     return (
         "fused" if site.fused else "missed",
         shape + dtype,
         site.group or "?",
         ", ".join(part for part in (site.numerics, site.boundary, site.quant) if part) or "-",
-        " ".join(nodes) + (f": {site.reason or site.note}" if site.reason or site.note else ""),
+        " ".join(nodes) + (f": {text}" if text else ""),
     )

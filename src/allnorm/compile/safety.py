@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import Node
@@ -125,20 +125,24 @@ def _escape(values: Values, match: Match, value: Value, source: Node, reader: No
     )
 
 
-def check_order(values: Values, match: Fused, accepted: Sequence[Fused]) -> str:
+def check_order(
+    values: Values, match: Fused, accepted: Sequence[Fused], more: Collection[Node] = ()
+) -> str:
     """Returns "", or a reason: one of the call's inputs depends on its result.
 
     The call needs all of its inputs for each of its results. The nodes that it replaces do not.
+    `more` are nodes that must also precede the call.
     """
     position, begin = values.position, values.position[match.reduction.node]
     match.late = any(position[node] > begin and node.op != "get_attr" for node in match.inputs)
-    if not match.late and not any(other.late for other in accepted):
+    if not match.late and not more and not any(other.late for other in accepted):
         return ""
     calls = {node: other for other in accepted for node in other.served_nodes(values)}
-    served, seen = match.served_nodes(values), set(match.inputs)
+    given = dict.fromkeys((*match.inputs, *more))
+    served, seen = match.served_nodes(values), set(given)
     order = [node for node in values.ordered if node not in match.members]
     before = dict(zip(order[1:], order, strict=False))
-    pending = [(node, node) for node in match.inputs]
+    pending = [(node, node) for node in given]
     for node, late in pending:
         needed = calls[node].inputs if node in calls else node.all_input_nodes
         for source in [*needed, *([before[node]] if node in before else [])]:

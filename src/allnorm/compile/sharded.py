@@ -59,6 +59,8 @@ class Slice:
 class ShardedMatch:
     """A call of `rms_norm_sharded`. Attributes that a `Match` has too mean the same.
 
+    A call may replace several reductions; `reduction` is then the first one.
+
     Attributes:
         slices: the tensors that it norms.
         world_size: the number of ranks by which the graph divides.
@@ -286,25 +288,7 @@ def _fit(
     """Returns the match of these norms, one per tensor. Raises Missed, with the reason."""
     reduced = values.reduced[reduction.node]
     slices = [_slice(values, one, reduced) for one in found]
-    tensors = [_tensor(values, one.x) for one in slices]
-    for one, tensor in zip(slices[1:], tensors[1:], strict=True):
-        for what, mine, first in (
-            ("eps", one.norm.eps, slices[0].norm.eps),
-            ("weight bias", one.weight.bias, slices[0].weight.bias),
-            ("dtype", tensor.dtype, tensors[0].dtype),
-            ("device", tensor.device, tensors[0].device),
-        ):
-            if mine != first:
-                raise Missed(
-                    f"{one.x} is normed with {what} {mine}, {slices[0].x} with {first}: one call "
-                    "has the same for all tensors"
-                )
-        if not same_shape(tensor.shape[:-1], tensors[0].shape[:-1]):
-            raise Missed(f"{one.x} and {slices[0].x} have different leading dimensions")
-    columns = [one.norm.hidden_size for one in found]
-    longest = max(sum(columns), max(columns) * found[0].world_size)
-    if longest > MAX_HIDDEN_SIZE:
-        raise Missed(f"{longest} columns in all: expected at most {MAX_HIDDEN_SIZE}")
+    check_slices(values, slices, found[0].world_size)
     if len({one.world_size for one in found}) > 1:
         raise Missed("its sums of squares are divided by different numbers of ranks")
     match = ShardedMatch(reduction, slices, numerics, found[0].world_size)
@@ -324,6 +308,32 @@ def _fit(
     if problem:
         raise Missed(problem)
     return match
+
+
+def check_slices(values: Values, slices: Sequence[Slice], world_size: int) -> None:
+    """Raises Missed, with the reason, unless one call can norm these slices.
+
+    The number of slices is not checked.
+    """
+    tensors = [_tensor(values, one.x) for one in slices]
+    for one, tensor in zip(slices[1:], tensors[1:], strict=True):
+        for what, mine, first in (
+            ("eps", one.norm.eps, slices[0].norm.eps),
+            ("weight bias", one.weight.bias, slices[0].weight.bias),
+            ("dtype", tensor.dtype, tensors[0].dtype),
+            ("device", tensor.device, tensors[0].device),
+        ):
+            if repr(mine) != repr(first):  # a bias of 0.0 is not one of -0.0
+                raise Missed(
+                    f"{one.x} is normed with {what} {mine}, {slices[0].x} with {first}: one call "
+                    "has the same for all tensors"
+                )
+        if not same_shape(tensor.shape[:-1], tensors[0].shape[:-1]):
+            raise Missed(f"{one.x} and {slices[0].x} have different leading dimensions")
+    columns = [one.norm.hidden_size for one in slices]
+    longest = max(sum(columns), max(columns) * world_size)
+    if longest > MAX_HIDDEN_SIZE:
+        raise Missed(f"{longest} columns in all: expected at most {MAX_HIDDEN_SIZE}")
 
 
 def _tensor(values: Values, node: Node) -> Tensor:
