@@ -111,6 +111,7 @@ def main() -> None:
     for width in WIDTHS:
         lines, rows = [], []
         for tokens in TOKENS:
+            torch.compiler.reset()  # or it stops compiling after eight shapes
             arms = {"allnorm": fused, "torch": plain}
             arms["torch.compile"] = torch.compile(plain, dynamic=False)
             layers, cells = make_layers(tokens, width), [str(tokens)]
