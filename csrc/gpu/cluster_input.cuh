@@ -567,4 +567,10 @@ struct ClusterInputKernel {
 template <>
 struct ClusterInputKernel<Float32> : ClusterInput<Float32, Float32> {};
 
+template <class Kernel>
+__global__ void __launch_bounds__(kInputThreads, 1)
+    cluster_input_kernel(const __grid_constant__ StreamInputParams params) {
+  Kernel::run(in_place(params));
+}
+
 }  // namespace allnorm

@@ -126,11 +126,19 @@ struct LocalStreamsEntry : Entry<kKind, k1, kFeatures, Formats> {
   }
 };
 
-template <KernelKind kKind, template <class> class Kernel, class Formats>
+template <KernelKind kKind, bool kAligned, class Formats>
 struct StreamInputEntry : Entry<kKind, k1, kBasic, Formats> {
   template <class T, int, template <class> class>
   static const void* kernel() {
-    return reinterpret_cast<const void*>(&stream_input_kernel<Kernel<T>>);
+    return reinterpret_cast<const void*>(&stream_input_kernel<StreamInputKernel<T, kAligned>>);
+  }
+};
+
+template <KernelKind kKind, class Formats>
+struct ClusterInputEntry : Entry<kKind, k1, kBasic, Formats> {
+  template <class T, int, template <class> class>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(&cluster_input_kernel<ClusterInputKernel<T>>);
   }
 };
 
@@ -184,9 +192,9 @@ using Kernels = KernelTable<
     LocalStreamsEntry<kLocalStreams, kBasic,   OnlyPlain>,
     LocalStreamsEntry<kLocalStreams, kExperts, OnlyPlain>,
 
-    //               kind             kernel             formats
-    StreamInputEntry<kStreamInput,    StreamInputKernel,    OnlyPlain>,
-    StreamInputEntry<kStreamInputAny, AnyStreamInputKernel, OnlyPlain>,
+    //               kind            aligned formats
+    StreamInputEntry<kLocalInput,    true,   OnlyPlain>,
+    StreamInputEntry<kLocalInputAny, false,  OnlyPlain>,
 
     //         kind        source           features
     LocalEntry<kLocalRows, SummedRows,      kBasic>,
@@ -206,8 +214,8 @@ using WideKernels = KernelTable<
 
 // Where there are:
 using ClusterKernels = KernelTable<
-    //               kind           kernel              formats
-    StreamInputEntry<kClusterInput, ClusterInputKernel, OnlyPlain>>;
+    //                kind                 formats
+    ClusterInputEntry<kLocalInputClusters, OnlyPlain>>;
 // clang-format on
 
 }  // namespace table

@@ -32,9 +32,9 @@ enum class KernelKind {
   kLocalAny,      // rows of any width and alignment
   kLocalStreams,  // streams of rows of any width and alignment
   // StreamInputParams:
-  kStreamInput,     // streams of whole, aligned packs of eight elements
-  kStreamInputAny,  // streams of any width and alignment
-  kClusterInput,    // the same, up to kFewStreams streams, by clusters of kSegments blocks
+  kLocalInput,          // streams of whole, aligned packs of eight elements
+  kLocalInputClusters,  // the same, up to kFewStreams streams, by clusters of kSegments blocks
+  kLocalInputAny,       // streams of any width and alignment
 };
 
 struct KernelKey {

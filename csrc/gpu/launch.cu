@@ -432,7 +432,7 @@ int32_t launch_stream_input(const Device& device, const AllnormStreamInput& inpu
   AllnormCall plain = {};
   plain.stream = input.cuda_stream;
   if (aligned && device.has_clusters) {
-    const void* const kernel = kernel_of(KernelKind::kClusterInput);
+    const void* const kernel = kernel_of(KernelKind::kLocalInputClusters);
     Geometry geometry = {.num_blocks = 0, .cluster_size = kSegments, .num_threads = kInputThreads};
     const int resident = resident_blocks(device, kernel, geometry);
     StreamInputParams shared = params;
@@ -446,7 +446,7 @@ int32_t launch_stream_input(const Device& device, const AllnormStreamInput& inpu
     }
   }
   const void* const kernel =
-      kernel_of(aligned ? KernelKind::kStreamInput : KernelKind::kStreamInputAny);
+      kernel_of(aligned ? KernelKind::kLocalInput : KernelKind::kLocalInputAny);
   Geometry geometry = {.num_blocks = 0, .cluster_size = 1, .num_threads = kInputThreads};
   const int64_t units = (input.num_tokens + params.tokens - 1) / params.tokens;
   geometry.num_blocks = choose_num_blocks(units, 1, resident_blocks(device, kernel, geometry), 0);

@@ -79,10 +79,10 @@ __device__ __forceinline__ void load_eight(const char* row, int64_t column, int6
 // `T`: the result's dtype. The streams have it too, or are float32. kAligned: hidden_size is a
 // multiple of eight, and all rows are aligned to 16 bytes.
 template <class T, bool kAligned>
-class StreamInputRows {
+class StreamInputKernel {
  public:
   static __device__ __forceinline__ void run(const StreamInputParams& params) {
-    StreamInputRows rows(params);
+    StreamInputKernel rows(params);
     wait_for_preceding_grid();
     for (int64_t first = int64_t{blockIdx.x} * params.tokens; first < params.num_tokens;
          first += int64_t{gridDim.x} * params.tokens) {
@@ -99,7 +99,7 @@ class StreamInputRows {
   // Chunks of the norm per chunk of the projection.
   static constexpr int kParts = kInputPackElems / kElems;
 
-  explicit __device__ __forceinline__ StreamInputRows(const StreamInputParams& params)
+  explicit __device__ __forceinline__ StreamInputKernel(const StreamInputParams& params)
       : params_(params),
         lane_(static_cast<int>(threadIdx.x % 32)),
         warp_(static_cast<int>(threadIdx.x / 32)),
@@ -126,8 +126,6 @@ class StreamInputRows {
     __syncthreads();
     add_squares_of_chunks();
     for_each_chunk([&](int token, int, int64_t column, float* y) { store(token, column, y); });
-    // barrier: the sums of these tokens have been read before those of the next are written.
-    ALLNORM_FAULT(sums_of_tokens_reused_early, , __syncthreads());
   }
 
   __device__ __forceinline__ float& sum(int segment, int token, int coefficient) const {
@@ -223,9 +221,11 @@ class StreamInputRows {
                           params_.stream_eps);
   }
   __device__ __forceinline__ float raw(int token, int c, float rstd) const {
+    const char* base = reinterpret_cast<const char*>(params_.base + c);
+    keep_address(base);  // or four loads become one, which need not be aligned
     return raw_coefficient(sum(0, token, c), rstd,
                            params_.scale[coefficient_group(c, params_.num_streams)],
-                           params_.base[c]);
+                           bit_cast<float>(load_u32(base)));
   }
 
   // Makes the coefficients of the input and of the output: one thread each.
@@ -267,13 +267,16 @@ class StreamInputRows {
       }
     }
     Sinkhorn<kMost>(matrix, n, params_.hc_eps).run(params_.iterations);
-    float* const to = params_.mix + (first_ + token) * n * n;
+    const char* to = reinterpret_cast<const char*>(params_.mix + (first_ + token) * n * n);
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
 #pragma unroll
       for (int j = 0; j < kMost; ++j) {
-        if (i < n && j < n)
-          to[i * n + j] = ALLNORM_FAULT(new_mix_not_transposed, matrix[i][j], matrix[j][i]);
+        if (i >= n || j >= n) continue;
+        const float mixed = ALLNORM_FAULT(new_mix_not_transposed, matrix[i][j], matrix[j][i]);
+        keep_address(to);  // or four stores become one, which need not be aligned
+        store_u32(const_cast<char*>(to), bit_cast<uint32_t>(mixed));
+        to += sizeof(float);
       }
     }
   }
@@ -364,11 +367,6 @@ class StreamInputRows {
   int64_t first_ = 0;
   int count_ = 0;
 };
-
-template <class T>
-using StreamInputKernel = StreamInputRows<T, true>;
-template <class T>
-using AnyStreamInputKernel = StreamInputRows<T, false>;
 
 template <class Kernel>
 __global__ void __launch_bounds__(kInputThreads, 1)

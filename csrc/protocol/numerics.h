@@ -65,7 +65,19 @@ ALLNORM_HD float mul_rn(float a, float b) { return a * b; }
 ALLNORM_HD float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 ALLNORM_HD float div_rn(float a, float b) { return a / b; }
 ALLNORM_HD float sqrt_rn(float a) { return __builtin_sqrtf(a); }
-ALLNORM_HD float reciprocal_rn(float a) { return 1.0f / a; }
+ALLNORM_HD float reciprocal_rn(float a) {
+#if defined(__HIP__)
+  // Compilers refine an approximation of one unit, which need not suffice if all significand bits
+  // are ones: see reciprocal_from(). The exact result is just above the middle between a power of
+  // two and the next number.
+  const auto bits = bit_cast<uint32_t>(a), size = bits & 0x7fffffffu;
+  const bool is_normal = size - 0x00800000u < 0x7e000000u;  // so is the result
+  if (is_normal && (~size & 0x7fffffu) == 0) {
+    return bit_cast<float>((bits & 0x80000000u) | (0x7f000000u - size));
+  }
+#endif
+  return 1.0f / a;
+}
 #endif
 
 // Returns the maximum of the low halves and the maximum of the high halves.

@@ -14,7 +14,7 @@ void run_input(InputCall& of, const char* what, KernelKind kind, int tokens, uin
   const AllnormStreamInput call = of.with_data();
   StreamInputParams params = stream_input_params(call, 1);
   params.tokens = tokens;
-  const bool in_clusters = kind == KernelKind::kClusterInput;
+  const bool in_clusters = kind == KernelKind::kLocalInputClusters;
   const int64_t shared_bytes =
       in_clusters ? cluster_input_shared_bytes(params, testing::element_bytes(call.dtype), tokens)
                   : stream_input_shared_bytes(params);
@@ -25,12 +25,12 @@ void run_input(InputCall& of, const char* what, KernelKind kind, int tokens, uin
                      .dynamic_shared_bytes = static_cast<uint32_t>(shared_bytes),
                      .kernel = [params, kind, dtype = call.dtype] {
                        at_dtype(dtype, [&]<class T>(T) {
-                         if (kind == KernelKind::kStreamInputAny) {
-                           stream_input_kernel<AnyStreamInputKernel<T>>(params);
-                         } else if (kind == KernelKind::kStreamInput) {
-                           stream_input_kernel<StreamInputKernel<T>>(params);
+                         if (kind == KernelKind::kLocalInputAny) {
+                           stream_input_kernel<StreamInputKernel<T, false>>(params);
+                         } else if (kind == KernelKind::kLocalInput) {
+                           stream_input_kernel<StreamInputKernel<T, true>>(params);
                          } else if constexpr (kMaxClusterSize > 1) {
-                           stream_input_kernel<ClusterInputKernel<T>>(params);
+                           cluster_input_kernel<ClusterInputKernel<T>>(params);
                          }
                        });
                      }});
@@ -48,7 +48,7 @@ TEST(blocks) {
     const int64_t count = 1 + random.below(5), streams = 2 + random.below(7);
     InputCall of =
         make_input(random, static_cast<int>(seed / 6 % 3), count, streams, width, aligned);
-    run_input(of, "blocks", aligned ? KernelKind::kStreamInput : KernelKind::kStreamInputAny,
+    run_input(of, "blocks", aligned ? KernelKind::kLocalInput : KernelKind::kLocalInputAny,
               static_cast<int>(1 + random.below(3)), seed);
   }
 }
@@ -62,9 +62,9 @@ TEST(clusters) {
     // One has the most chunks. Some take several batches of tokens, of which the last is not full.
     const int64_t width = seed == 17 ? kClusterChunks * kInputChunkElems : kWidths[seed % 6];
     const int tokens = width < 1000 && seed % 2 == 0 ? 8 : static_cast<int>(1 + random.below(3));
-    const int64_t count = tokens == 8 ? 8 + random.below(36) : 1 + random.below(2 * tokens);
+    const int64_t count = tokens == 8 ? 17 + random.below(27) : 1 + random.below(2 * tokens);
     InputCall of = make_input(random, static_cast<int>(seed / 6 % 3), count, streams, width, true);
-    run_input(of, "clusters", KernelKind::kClusterInput, tokens, seed);
+    run_input(of, "clusters", KernelKind::kLocalInputClusters, tokens, seed);
   }
 }
 

@@ -51,24 +51,25 @@ TEST(kernels) {
   using enum KernelKind;
   fake::reset();
   if (kHasClusters) {
-    check_launched(input_of(1, 4, 4096), kClusterInput, 8, 8, "one token");
-    check_launched(input_of(16, 4, 4096), kClusterInput, 128, 8, "as many tokens as clusters");
-    check_launched(input_of(17, 4, 4096), kClusterInput, 72, 8, "two tokens per cluster");
-    check_launched(input_of(8192, 2, 7168), kClusterInput, 128, 8, "many tokens");
-    check_launched(input_of(1, 4, 16384), kClusterInput, 8, 8, "the widest");
+    check_launched(input_of(1, 4, 4096), kLocalInputClusters, 8, 8, "one token");
+    check_launched(input_of(16, 4, 4096), kLocalInputClusters, 128, 8,
+                   "as many tokens as clusters");
+    check_launched(input_of(17, 4, 4096), kLocalInputClusters, 72, 8, "two tokens per cluster");
+    check_launched(input_of(8192, 2, 7168), kLocalInputClusters, 128, 8, "many tokens");
+    check_launched(input_of(1, 4, 16384), kLocalInputClusters, 8, 8, "the widest");
   } else {
-    check_launched(input_of(2, 4, 4096), kStreamInput, 2, 1, "without clusters");
+    check_launched(input_of(2, 4, 4096), kLocalInput, 2, 1, "without clusters");
   }
-  check_launched(input_of(2, 5, 4096), kStreamInput, 2, 1, "five streams");
-  check_launched(input_of(1, 4, 16392), kStreamInput, 1, 1, "too wide for a cluster");
-  check_launched(input_of(1, 4, 16384, ALLNORM_FLOAT32), kStreamInput, 1, 1, "too many bytes");
-  check_launched(input_of(3, 4, 4100), kStreamInputAny, 3, 1, "parts of packs");
+  check_launched(input_of(2, 5, 4096), kLocalInput, 2, 1, "five streams");
+  check_launched(input_of(1, 4, 16392), kLocalInput, 1, 1, "too wide for a cluster");
+  check_launched(input_of(1, 4, 16384, ALLNORM_FLOAT32), kLocalInput, 1, 1, "too many bytes");
+  check_launched(input_of(3, 4, 4100), kLocalInputAny, 3, 1, "parts of packs");
   AllnormStreamInput input = input_of(3, 4, 64);
   input.out_stride = 65;
-  check_launched(input, kStreamInputAny, 3, 1, "unaligned rows");
+  check_launched(input, kLocalInputAny, 3, 1, "unaligned rows");
   input = input_of(3, 4, 64);
   input.weight = Rank::tensor(4) + 2;
-  check_launched(input, kStreamInputAny, 3, 1, "unaligned weight");
+  check_launched(input, kLocalInputAny, 3, 1, "unaligned weight");
   const size_t before = launches().size();
   input = input_of(0, 4, 64);
   check(allnorm_stream_input(&input) == ALLNORM_OK && launches().size() == before, "no tokens");

@@ -115,16 +115,36 @@ struct InputCall {
     return mine;
   }
 
+  // Counts the wrong elements of all results, gaps between rows included, which must not change.
+  // All NaNs count as equal. Calls `report(name, got, wanted, row, column)` for each.
+  template <class Report>
+  int64_t count_wrong(const Report& report) const {
+    return count_wrong("out", out, expected_out, report) +
+           count_wrong("post", post, expected_post, report) +
+           count_wrong("mix", mix, expected_mix, report);
+  }
+
   void compare(const char* what, uint64_t seed) const {
-    compare(what, seed, "out", out, expected_out);
-    compare(what, seed, "post", post, expected_post);
-    compare(what, seed, "mix", mix, expected_mix);
+    bool reported = false;
+    count_wrong([&](const char* name, uint32_t got, uint32_t wanted, int64_t row, int64_t column) {
+      if (reported) return;
+      reported = true;
+      check(false,
+            "%s, seed %llu: %s[%lld, %lld] is %x, expected %x (%d streams of %lld %s, %lld tokens, "
+            "dtypes %d %d %d, numerics %d)",
+            what, static_cast<unsigned long long>(seed), name, static_cast<long long>(row),
+            static_cast<long long>(column), got, wanted, call.num_streams,
+            static_cast<long long>(call.hidden_size), by_stream ? "by stream" : "by token",
+            static_cast<long long>(call.num_tokens), call.dtype, call.stream_dtype,
+            call.weight_dtype, call.numerics);
+    });
   }
 
  private:
-  // Gaps between rows must not change.
-  void compare(const char* what, uint64_t seed, const char* name, const Matrix& got,
-               const Matrix& wanted) const {
+  template <class Report>
+  static int64_t count_wrong(const char* name, const Matrix& got, const Matrix& wanted,
+                             const Report& report) {
+    int64_t wrong = 0;
     for (int64_t row = 0; row < got.rows; ++row) {
       for (int64_t column = 0; column < got.stride; ++column) {
         const uint32_t a = got.bits(row, column);
@@ -133,17 +153,11 @@ struct InputCall {
         const uint32_t b = inside ? wanted.bits(row, column) : gap;
         const float value = to_float(got.dtype, a), want = to_float(got.dtype, b);
         if (a == b || (inside && value != value && want != want)) continue;
-        check(false,
-              "%s, seed %llu: %s[%lld, %lld] is %x, expected %x (%d streams of %lld %s, %lld "
-              "tokens, dtypes %d %d %d, numerics %d)",
-              what, static_cast<unsigned long long>(seed), name, static_cast<long long>(row),
-              static_cast<long long>(column), a, b, call.num_streams,
-              static_cast<long long>(call.hidden_size), by_stream ? "by stream" : "by token",
-              static_cast<long long>(call.num_tokens), call.dtype, call.stream_dtype,
-              call.weight_dtype, call.numerics);
-        return;
+        ++wrong;
+        report(name, a, b, row, column);
       }
     }
+    return wrong;
   }
 };
 

@@ -104,7 +104,7 @@ def units(only: Iterable[str] = ()) -> list[Unit]:
     """
     wanted = set(only)
     groups: dict[str, list[Variant]] = {}
-    for variant in sorted(all_variants(wide=True), key=traits):
+    for variant in sorted(all_variants(clusters=False), key=traits):
         chosen = [wanted & values for values in _properties().values()]
         words_of = set(traits(variant))
         if all(not words or words & words_of for words in chosen):
@@ -123,7 +123,7 @@ def units(only: Iterable[str] = ()) -> list[Unit]:
 def _properties() -> dict[int, set[str]]:
     """Returns the values of each property of a kernel."""
     found: dict[int, set[str]] = {}
-    for variant in all_variants(wide=True):
+    for variant in all_variants(clusters=False):
         for place, value in enumerate(traits(variant)):
             found.setdefault(place, set()).add(value)
     return found

@@ -34,6 +34,8 @@ COMPILED = (
     ("gfx950", Variant("streams_one_shot_dense", "Float16", 2, False)),
     ("gfx942", Variant("streams_two_shot", "Float32", 2, False)),
     ("gfx950", Variant("local_streams", "Bfloat16", 1, False)),
+    ("gfx942", Variant("local_input", "Bfloat16", 1, False)),
+    ("gfx950", Variant("local_input_any", "Float32", 1, False)),
     ("gfx942", Variant("local_any", "Float32", 1, False)),
     ("gfx950", Variant("local_aligned", "Bfloat16", 1, True)),
     *(("gfx942", variant) for variant in mutants.KERNELS.values()),
@@ -66,8 +68,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 def test_kernels_of_ci_have_every_kind() -> None:
     variants = {variant for _, variant in COMPILED}
-    assert variants <= all_variants()
-    assert {v.kind for v in variants} == {v.kind for v in all_variants()}
+    narrow = {v for v in all_variants(clusters=False) if not v.is_wide}
+    assert variants <= narrow
+    assert {v.kind for v in variants} == {v.kind for v in narrow}
     assert {architecture for architecture, _ in COMPILED} == set(ARCHITECTURES)
 
 

@@ -44,7 +44,7 @@ def test_names_of_kernels() -> None:
     )
     variant = Variant("one_shot_wide", "Bfloat16", 2, False, "kExtended")
     assert variant_of(name) == variant
-    assert variant in all_variants(wide=True) - all_variants()
+    assert variant in all_variants(clusters=False) - all_variants()
     assert traits(variant) == ("bfloat16", "one_shot_wide", "x2", "extended", "plain")
     assert instantiation(variant).startswith(
         "wide_rows_kernel<WideRowsKernel<Bfloat16, 2, ExpertRows, OneShot, kExtended, Plain>>("
@@ -56,7 +56,7 @@ def test_units_contain_the_chosen_kernels() -> None:
     assert unit.name == "bfloat16-two_shot"
     assert {v.world_size for v in unit.variants} == {2, 8}
     assert unit.source.count("template __global__") == 4
-    assert sum(len(unit.variants) for unit in units()) == len(all_variants(wide=True))
+    assert sum(len(unit.variants) for unit in units()) == len(all_variants(clusters=False))
     with pytest.raises(ValueError, match="three_shot: expected any, "):
         units(["three_shot"])
 

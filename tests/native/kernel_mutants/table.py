@@ -114,7 +114,6 @@ FAULTS = (
     _races("sums_overwritten", test=INPUT),
     _races("squares_not_waited_for", RACE, "FAILED: clusters", test=INPUT),
     _races("segments_added_early", test=INPUT),
-    _races("sums_of_tokens_reused_early", test=INPUT),
     _wrong("new_mix_not_transposed", "FAILED: blocks", test=INPUT),
     _wrong("mix_transposed", STREAMS, test="cuda_streams_test"),
     # Schedules.

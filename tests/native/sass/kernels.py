@@ -49,6 +49,8 @@ _FUNCTIONS = {
     "Slices": "slices_kernel",
     "LocalSlices": "local_slices_kernel",
     "LocalStreams": "local_streams_kernel",
+    "StreamInput": "stream_input_kernel",
+    "ClusterInput": "cluster_input_kernel",
 }
 
 
@@ -91,6 +93,10 @@ class Variant:
     @property
     def is_wide(self) -> bool:
         return self.kind.endswith("_wide")
+
+    @property
+    def needs_clusters(self) -> bool:
+        return self.kind.endswith("_clusters")
 
     @property
     def most_ranks(self) -> int:
@@ -205,6 +211,12 @@ def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, .
             key = (_FUNCTIONS[entry], dtype, rest[0])
             yield key, Variant("local_streams", dtype, 1, quantized=False, features=rest[0])
         return
+    if entry in ("StreamInput", "ClusterInput"):
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.removeprefix("k")).lower()
+        for dtype in DTYPES:
+            key = (_FUNCTIONS[entry], dtype, *rest[:-1])  # without the formats
+            yield key, Variant(name, dtype, 1, quantized=False)
+        return
     ranks = rest.pop(0) if entry in ("Fused", "Streams", "Owned", "WideRows") else "k1"
     if entry == "Streams":
         rest.pop()  # the formats, which are no argument
@@ -238,13 +250,14 @@ def _table() -> dict[tuple[str, ...], Variant]:
     return found
 
 
-def all_variants(wide: bool = False) -> set[Variant]:
+def all_variants(clusters: bool = True) -> set[Variant]:
     """Returns every kernel that a library contains for each architecture.
 
     Args:
-        wide: Whether kernels for wide rows are included, which GPUs with clusters do without.
+        clusters: Whether its GPUs have clusters. Others have kernels for wide rows instead.
     """
-    return {found for found in _table().values() if wide or not found.is_wide}
+    missing = "is_wide" if clusters else "needs_clusters"
+    return {found for found in _table().values() if not getattr(found, missing)}
 
 
 def instantiation(variant: Variant) -> str:
@@ -257,7 +270,7 @@ def instantiation(variant: Variant) -> str:
         return f"{function}<{entry}Kernel<{arguments[0]}>>(const __grid_constant__ SlicesParams)"
     kernel = {"Local": "LocalRows"}.get(entry, entry)
     params = {"Owned": "OwnedRows", "AnyRows": "Local", "WideRows": "Fused"}
-    params |= {"Streams": "Fused", "LocalStreams": "Local"}
+    params |= {"Streams": "Fused", "LocalStreams": "Local", "ClusterInput": "StreamInput"}
     return (
         f"{function}<{kernel}Kernel<{', '.join(arguments)}>>"
         f"(const __grid_constant__ {params.get(entry, entry)}Params)"

@@ -4,6 +4,7 @@
 #include <set>
 #include <vector>
 
+#include "input_call.h"
 #include "row_call.h"
 #include "slice_call.h"
 #include "stream_call.h"
@@ -38,6 +39,7 @@ EXPORT void calls_add(Calls* calls, const Spec* spec) {
     calls->calls.push_back(std::make_unique<Kind>(*spec, calls->world_size(), calls->random));
   };
   if (spec->op == ALLNORM_RMS_NORM_SHARDED) return add(static_cast<GroupSliceCall*>(nullptr));
+  if (spec->op == kStreamInputOp) return add(static_cast<GroupInputCall*>(nullptr));
   if (spec->op == ALLNORM_HYPER_CONNECTION) return add(static_cast<GroupStreamCall*>(nullptr));
   add(static_cast<RowCall*>(nullptr));
 }

@@ -82,7 +82,7 @@ class Call:
     """A call to make; numbers are those of allnorm.h.
 
     Attributes:
-        op: AllnormOp; -1 draws everything else except the dtype.
+        op: AllnormOp; -1 draws everything else except the dtype; -2 makes a layer's input.
         dtype: The name of a dtype in csrc.
         float32_weight: Whether the weight is float32.
         normed: Whether a quantizing call also returns the normed row.
@@ -93,7 +93,7 @@ class Call:
         num_blocks: Blocks of a launch at most; 0 draws 2 to 4.
         values: `mixed`, `finite`, `zeros` or `nasty`.
         sources: Partial sums that a local kernel adds; 0: the call exchanges rows among ranks.
-        streams: Residual streams of HYPER_CONNECTION.
+        streams: Residual streams of HYPER_CONNECTION, or of a layer's input.
         slices: Sizes of the tensors' slices of RMS_NORM_SHARDED.
         islands: If not 0, the rows are sums of so many islands.
         prefetch: Whether the call names a next weight to prefetch, which no kernel may access.
@@ -208,7 +208,7 @@ def kernel_for(info: _LaunchInfo, world_size: int) -> Variant:
     for name in (kind, _OTHERWISE.get(kind, kind)):
         for features, has in _FEATURES.items():
             variant = Variant(name, dtype, size, info.format != 0, features)
-            if needs <= has and variant in all_variants(wide=True):
+            if needs <= has and variant in all_variants(clusters=False):
                 return variant
     raise ValueError(f"no kernel of kind {kind} for {size} ranks with {needs}")
 

@@ -15,6 +15,7 @@ GFX942, GFX950 = "gfx942", "gfx950"
 ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED, HYPER_CONNECTION = range(
     1, 6
 )  # AllnormOp
+STREAM_INPUT = -2  # no AllnormOp: see input_call.h
 ONE_SHOT, TWO_SHOT = 0, 1
 SHARDED = 2  # ALLNORM_RESIDUAL_SHARDED
 FLOAT32_RESIDUAL = 128  # ALLNORM_FLOAT32_RESIDUAL
@@ -238,6 +239,20 @@ def _streams_for(variant: Variant, number: int) -> Call:
     )
 
 
+def _inputs_for(variant: Variant, number: int) -> Call:
+    """Returns a call for a kernel that makes layers' inputs."""
+    hidden = (64, 512, 1440, 264)[number % 4]
+    return Call(
+        1 + number,
+        hidden + 3 if variant.kind.endswith("_any") else hidden,
+        op=STREAM_INPUT,
+        dtype=variant.dtype,
+        streams=(4, 8, 3, 5)[number % 4],
+        values="nasty" if number == 2 else "mixed",
+        sources=1,
+    )
+
+
 def _local_calls_for(variant: Variant) -> tuple[Call, ...]:
     """Returns calls of one rank for a local kernel that norms rows."""
     widths = {"local_rows": (512, 1440), "local_aligned": (512, 7168), "local_any": (7, 2875)}
@@ -273,6 +288,8 @@ def case_for(variant: Variant, cpu: str) -> Case:
         return Case(name, cpu, ranks, tuple(_slices_for(variant, k) for k in range(4)))
     if variant.mixes_streams or variant.kind == "local_streams":
         return Case(name, cpu, ranks, tuple(_streams_for(variant, k) for k in range(4)))
+    if variant.kind.startswith("local_input"):
+        return Case(name, cpu, ranks, tuple(_inputs_for(variant, k) for k in range(4)))
     if variant.is_local:
         return Case(name, cpu, ranks, _local_calls_for(variant))
     wide = variant.is_wide
@@ -285,7 +302,7 @@ def case_for(variant: Variant, cpu: str) -> Case:
 
 def all_kernels(cpu: str) -> Iterator[Case]:
     """Yields a case for every kernel."""
-    for variant in sorted(all_variants(wide=True), key=traits):
+    for variant in sorted(all_variants(clusters=False), key=traits):
         yield case_for(variant, cpu)
 
 

@@ -132,9 +132,12 @@ void packed(Machine&, Wave& wave, const Instruction& in) {
   for (u32 half = 0; half < 2; ++half) {
     for (u32 k = 0; k < kSources; ++k) {
       const Operand& source = in.operands[1 + k];
-      // Documents do not say clearly which half a constant has.
-      if (source.kind == Kind::kConstant && source.value != 0) throw Stop("a constant pair");
       const u32 word = (half == 0 ? in.op_sel : in.op_sel_hi) >> k & 1;
+      // A constant is the low word, which compilers choose for both results. Documents do not say
+      // clearly what the high word is.
+      if (source.kind == Kind::kConstant && source.value != 0 && word != 0) {
+        throw Stop("the high word of a constant");
+      }
       words[half][k] = read_words(wave, source, room[half][k], word);
       flips[half][k] = (half == 0 ? in.neg_lo : in.neg_hi) >> k & 1 ? kSign : 0;
     }
