@@ -210,8 +210,8 @@ __device__ __forceinline__ float near_reciprocal_root(float a) {
   return root;
 }
 
-// Approximates 1 / a with an error of at most one unit of the last place (PTX ISA, rcp). Neither `a`
-// nor the result is denormal.
+// Approximates 1 / a with an error of at most one unit of the last place (PTX ISA, rcp). Neither
+// `a` nor the result is denormal.
 __device__ __forceinline__ float near_reciprocal(float a) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));

@@ -207,8 +207,8 @@ __device__ __forceinline__ float* dynamic_shared_floats() {
 // (CDNA 3 ISA). `a` is positive and not denormal.
 __device__ __forceinline__ float near_reciprocal_root(float a) { return __builtin_amdgcn_rsqf(a); }
 
-// Approximates 1 / a by v_rcp_f32, whose result is off by at most one unit of the last place (CDNA 3
-// ISA). Neither `a` nor the result is denormal.
+// Approximates 1 / a by v_rcp_f32, whose result is off by at most one unit of the last place (CDNA
+// 3 ISA). Neither `a` nor the result is denormal.
 __device__ __forceinline__ float near_reciprocal(float a) { return __builtin_amdgcn_rcpf(a); }
 
 // ---- launches and clusters --------------------------------------------------------------------
