@@ -352,8 +352,9 @@ class ClusterInput {
       float factors[kHeldCoefficients][kInputPackElems];
       load_factors(slot, factors);
       const int stream = slot / own_chunks_, chunk = chunk_ + slot % own_chunks_;
+      const int last = count_ - 1;
       const auto load_token = [&](int token) {
-        return token < count_ ? load(row_of(first_ + token, stream), chunk) : Elements{};
+        return load(row_of(first_ + (token < last ? token : last), stream), chunk);
       };
       Elements next{};
       if constexpr (kLoadsAhead) next = load_token(0);

@@ -96,6 +96,8 @@ class StreamInputKernel {
 
  private:
   static constexpr int kElems = kElemsPerPack<T>;
+  // Unaligned, a pack is up to eight loads, and more factors spilled.
+  static constexpr int kHeld = kAligned ? kHeldCoefficients : 8;
   // Chunks of the norm per chunk of the projection.
   static constexpr int kParts = kInputPackElems / kElems;
 
@@ -110,7 +112,7 @@ class StreamInputKernel {
         squares_(pre_ + params.tokens * kMaxStreams) {}
 
   __device__ __forceinline__ void make() {
-    for (int c = 0; c < coefficients_; c += kHeldCoefficients) project(c);
+    for (int c = 0; c < coefficients_; c += kHeld) project(c);
     ALLNORM_FAULT(segments_added_early, , __syncthreads());
     add_segments();
     __syncthreads();
@@ -143,7 +145,7 @@ class StreamInputKernel {
     }
   }
 
-  // Adds the products of this warp's segment with up to kHeldCoefficients rows of the projection.
+  // Adds the products of this warp's segment with up to kHeld rows of the projection.
   __device__ __forceinline__ void project(int first_coefficient) {
     const int64_t width = params_.hidden_size;
     const int64_t row_bytes = params_.num_streams * width * int64_t{sizeof(float)};
@@ -156,9 +158,9 @@ class StreamInputKernel {
         const int64_t column = chunk * kInputChunkElems + lane_ * kInputPackElems;
         const char* row = params_.fn + (int64_t{first_coefficient} * params_.num_streams + stream) *
                                            width * int64_t{sizeof(float)};
-        float factors[kHeldCoefficients][kInputPackElems];
+        float factors[kHeld][kInputPackElems];
 #pragma unroll
-        for (int c = 0; c < kHeldCoefficients; ++c) {
+        for (int c = 0; c < kHeld; ++c) {
           keep_address(row);
           load_eight<Float32, kAligned>(row, column, width, factors[c]);
           // The sums of rows that do not exist are not stored.
@@ -177,13 +179,14 @@ class StreamInputKernel {
     }
   }
 
-  __device__ __forceinline__ void add_products(
-      int token, int stream, int64_t column, int first_coefficient,
-      const float (&factors)[kHeldCoefficients][kInputPackElems], bool is_first) {
+  __device__ __forceinline__ void add_products(int token, int stream, int64_t column,
+                                               int first_coefficient,
+                                               const float (&factors)[kHeld][kInputPackElems],
+                                               bool is_first) {
     float z[kInputPackElems];
     load_stream(token, stream, column, z);
 #pragma unroll
-    for (int c = 0; c < kHeldCoefficients; c += 8) {
+    for (int c = 0; c < kHeld; c += 8) {
       float products[8];
 #pragma unroll
       for (int k = 0; k < 8; ++k) products[k] = pack_product(z, factors[c + k]);
