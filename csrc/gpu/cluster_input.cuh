@@ -31,12 +31,9 @@ struct OrdinaryReciprocal {
   uint32_t& worst;
 
   __device__ __forceinline__ float operator()(float a) const {
-    const auto bits = bit_cast<uint32_t>(a);
-    worst = greater(worst, bits - 0x21800000u);
-    const float result = reciprocal_from(a, near_reciprocal(a));
-    // Sums are often just below 1, where all significand bits are ones. The exact reciprocal of
-    // 2^e * (2 - 2^-23) is just above the middle between 2^-(e + 1) and the next number.
-    return (~bits & 0x7fffffu) == 0 ? bit_cast<float>(0x7f000000u - bits) : result;
+    worst = greater(worst, bit_cast<uint32_t>(a) - 0x21800000u);
+    // Sums are often just below 1, where all significand bits are ones.
+    return reciprocal_or_of_ones(a, reciprocal_from(a, near_reciprocal(a)));
   }
 };
 
@@ -207,8 +204,8 @@ class ClusterInput {
   // Chunks of the norm per chunk of the projection.
   static constexpr int kParts = kInputPackElems / kElems;
   static constexpr int kPacks = kInputPackElems / kElemsPerPack<U>;
-  // Whether a token's streams are loaded while the previous token is processed. There are no
-  // registers for two packs.
+  // Whether project() loads the next token's streams while it processes a token. Streams of two
+  // packs would spill.
   static constexpr bool kLoadsAhead = kPacks == 1;
   static constexpr int kWarps = kInputThreads / 32;
   static constexpr int kSums = kHeldCoefficients + 1;
@@ -246,8 +243,7 @@ class ClusterInput {
   // preceding grid.
   __device__ __forceinline__ void prefetch_constants() const {
     if (warp_ < slots() && lane_ < coefficients()) {
-      const int64_t left =
-          params_.hidden_size - int64_t{chunk_ + warp_ % own_chunks_} * kInputChunkElems;
+      const int64_t left = elems_left(warp_);
       const int64_t elems = left < kInputChunkElems ? left : kInputChunkElems;
       prefetch_to_l2(factors_of(warp_) + lane_ * factor_row_bytes(),
                      static_cast<uint32_t>(elems * int64_t{sizeof(float)}));
@@ -305,6 +301,10 @@ class ClusterInput {
     const int64_t at = stream * params_.hidden_size + chunk * kInputChunkElems;
     return params_.fn + at * int64_t{sizeof(float)};
   }
+  // Returns the elements of a row from a slot's chunk on.
+  __device__ __forceinline__ int64_t elems_left(int slot) const {
+    return params_.hidden_size - int64_t{chunk_ + slot % own_chunks_} * kInputChunkElems;
+  }
   __device__ __forceinline__ int64_t factor_row_bytes() const {
     return params_.num_streams * params_.hidden_size * int64_t{sizeof(float)};
   }
@@ -313,8 +313,7 @@ class ClusterInput {
       int slot, float (&factors)[kHeldCoefficients][kInputPackElems]) const {
     const char* row = factors_of(slot);
     const int64_t row_bytes = factor_row_bytes();
-    const int64_t left =
-        params_.hidden_size - int64_t{chunk_ + slot % own_chunks_} * kInputChunkElems;
+    const int64_t left = elems_left(slot);
 #pragma unroll
     for (int c = 0; c < kHeldCoefficients; ++c) {
       keep_address(row);
@@ -370,14 +369,8 @@ class ClusterInput {
   __device__ __forceinline__ void add_products(
       float* sums, const float* z,
       const float (&factors)[kHeldCoefficients][kInputPackElems]) const {
-#pragma unroll
-    for (int c = 0; c < kHeldCoefficients; c += 8) {
-      float products[8];
-#pragma unroll
-      for (int k = 0; k < 8; ++k) products[k] = pack_product(z, factors[c + k]);
-      const float of_chunk = butterfly_of_eight(products, lane_);
-      if (lane_ % 4 == 0) sums[c + eighth_of(lane_)] = of_chunk;
-    }
+    for_each_product(z, factors, lane_, [&](int row, float of_chunk) { sums[row] = of_chunk; });
+    // After the sums of rows that do not exist, of which one may be in its place.
     const float squares = butterfly(pack_product(z, z));
     if (lane_ == 0) sums[coefficients()] = squares;
   }
@@ -401,8 +394,8 @@ class ClusterInput {
     if (threadIdx.x == 0) segments_.expect_squares(mine * norm_chunks());
     float raw = 0.0f;
     if (live) raw = raw_of(batch, number);
-    if (weighs) weigh_row(token, streams, member, weighing, raw, number);
     if (weighs) {
+      weigh_row(token, streams, member, weighing, raw, number);
       segments_.wait_for_squares(batch);
       const float square_sum =
           butterfly_over<kMostSquares>(shared_address(squares(number)), norm_chunks());

@@ -76,6 +76,22 @@ __device__ __forceinline__ void load_eight(const char* row, int64_t column, int6
   }
 }
 
+// Multiplies a lane's eight elements of a chunk with each of kCount rows of factors, and adds each
+// product over the chunk. Calls store(row, sum) in the lane that has the sum of a row.
+template <int kCount, class Store>
+__device__ __forceinline__ void for_each_product(const float* z,
+                                                 const float (&factors)[kCount][kInputPackElems],
+                                                 int lane, Store&& store) {
+#pragma unroll
+  for (int c = 0; c < kCount; c += 8) {
+    float products[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) products[k] = pack_product(z, factors[c + k]);
+    const float sum = butterfly_of_eight(products, lane);
+    if (lane % 4 == 0) store(c + eighth_of(lane), sum);
+  }
+}
+
 // `T`: the result's dtype. The streams have it too, or are float32. kAligned: hidden_size is a
 // multiple of eight, and all rows are aligned to 16 bytes.
 template <class T, bool kAligned>
@@ -185,18 +201,12 @@ class StreamInputKernel {
                                                bool is_first) {
     float z[kInputPackElems];
     load_stream(token, stream, column, z);
-#pragma unroll
-    for (int c = 0; c < kHeld; c += 8) {
-      float products[8];
-#pragma unroll
-      for (int k = 0; k < 8; ++k) products[k] = pack_product(z, factors[c + k]);
-      const float of_chunk = butterfly_of_eight(products, lane_);
-      const int coefficient = first_coefficient + c + eighth_of(lane_);
-      if (lane_ % 4 == 0 && coefficient < coefficients_) {
-        float& total = sum(warp_, token, coefficient);
-        total = add_rn(is_first ? 0.0f : total, of_chunk);
-      }
-    }
+    for_each_product(z, factors, lane_, [&](int row, float of_chunk) {
+      const int coefficient = first_coefficient + row;
+      if (coefficient >= coefficients_) return;
+      float& total = sum(warp_, token, coefficient);
+      total = add_rn(is_first ? 0.0f : total, of_chunk);
+    });
     if (first_coefficient != 0) return;
     const float squares = butterfly(pack_product(z, z));
     if (lane_ == 0) {

@@ -52,6 +52,15 @@ ALLNORM_HD To bit_cast(const From& from) {
   return to;
 }
 
+// Returns the correctly rounded 1 / a. `refined`: the same, unless all significand bits of `a` are
+// ones, which a refinement may get wrong (see reciprocal_from()). The exact reciprocal of 2^e * (2
+// - 2^-23) is just above the middle between 2^-(e + 1) and the next number. `a` and the result are
+// normal.
+ALLNORM_HD float reciprocal_or_of_ones(float a, float refined) {
+  const auto bits = bit_cast<uint32_t>(a);
+  return (~bits & 0x7fffffu) == 0 ? bit_cast<float>(0x7f000000u - bits) : refined;
+}
+
 #if defined(__CUDA_ARCH__)
 ALLNORM_HD float add_rn(float a, float b) { return __fadd_rn(a, b); }
 ALLNORM_HD float mul_rn(float a, float b) { return __fmul_rn(a, b); }
@@ -67,14 +76,10 @@ ALLNORM_HD float div_rn(float a, float b) { return a / b; }
 ALLNORM_HD float sqrt_rn(float a) { return __builtin_sqrtf(a); }
 ALLNORM_HD float reciprocal_rn(float a) {
 #if defined(__HIP__)
-  // Compilers refine an approximation of one unit, which need not suffice if all significand bits
-  // are ones: see reciprocal_from(). The exact result is just above the middle between a power of
-  // two and the next number.
-  const auto bits = bit_cast<uint32_t>(a), size = bits & 0x7fffffffu;
-  const bool is_normal = size - 0x00800000u < 0x7e000000u;  // so is the result
-  if (is_normal && (~size & 0x7fffffu) == 0) {
-    return bit_cast<float>((bits & 0x80000000u) | (0x7f000000u - size));
-  }
+  // Compilers refine an approximation of one unit as reciprocal_from() does. Only where `a` and the
+  // result are normal, as the bits of its magnitude say:
+  const bool is_normal = (bit_cast<uint32_t>(a) & 0x7fffffffu) - 0x00800000u < 0x7e000000u;
+  if (is_normal) return reciprocal_or_of_ones(a, 1.0f / a);
 #endif
   return 1.0f / a;
 }
