@@ -104,23 +104,30 @@ def check_norm_constants(call: Call) -> None:
             "gather=False with residual_sharded=False: expected True, because each rank then adds "
             "the residual only to its own rows. Pass the rows of row_shard() as the residual."
         )
-    for name, value in (
-        ("eps", call.eps),
-        ("weight_bias", call.weight_bias),
-        ("post_norm.eps", call.post_eps),
-        ("post_norm.weight_bias", call.post_weight_bias),
-        ("scale", call.scale),
-    ):
+    check_numbers(
+        {
+            "eps": call.eps,
+            "weight_bias": call.weight_bias,
+            "post_norm.eps": call.post_eps,
+            "post_norm.weight_bias": call.post_weight_bias,
+            "scale": call.scale,
+        }
+    )
+
+
+def check_numbers(values: dict[str, Any]) -> None:
+    """Raises unless all values are finite numbers, and those whose name ends with "eps" >= 0."""
+    for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name}={value!r}: expected a number.")
-        if not is_float32(value):
+        if not _is_float32(value):
             raise ValueError(f"{name}={value!r}: expected a finite number, as float32 too.")
-    for name, eps in (("eps", call.eps), ("post_norm.eps", call.post_eps)):
-        if eps < 0:
-            raise ValueError(f"{name}={eps!r}: expected a number >= 0.")
+    for name, value in values.items():
+        if name.endswith("eps") and value < 0:
+            raise ValueError(f"{name}={value!r}: expected a number >= 0.")
 
 
-def is_float32(value: numbers.Real) -> bool:
+def _is_float32(value: numbers.Real) -> bool:
     """Returns whether a number is finite, also after it is rounded to float32."""
     try:
         return math.isfinite(struct.unpack("=f", struct.pack("=f", float(value)))[0])

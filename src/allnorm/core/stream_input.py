@@ -6,7 +6,6 @@ Nothing is exchanged, so ranks need not agree on anything here.
 from __future__ import annotations
 
 import ctypes
-import numbers
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from allnorm.core.shortcuts import current_raw_stream, is_intercepted, is_traced
 from allnorm.errors import UnsupportedError
 from allnorm.hyper_connection import HyperConnection, HyperConnectionProjection
 from allnorm.names import NUMERICS, check_choice
+
+_MOST_ITERATIONS = 1000
 
 
 def hyper_connection_input(
@@ -100,14 +101,21 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the normed input, and `post` and `mix` of its connection."""
     _check_tensors(streams, fn, scale, base, weight)
-    numbers_ = {
-        "eps": eps,
-        "weight_bias": weight_bias,
-        "projection.eps": stream_eps,
-        "projection.hc_eps": hc_eps,
-        "projection.post_scale": post_scale,
-    }
-    _check_numbers(numbers_, numerics, iterations)
+    check_choice("numerics", numerics, NUMERICS)
+    arguments.check_count("projection.iterations", iterations, least=1)
+    if iterations > _MOST_ITERATIONS:
+        raise ValueError(
+            f"projection.iterations={iterations}: expected at most {_MOST_ITERATIONS}."
+        )
+    arguments.check_numbers(
+        {
+            "eps": eps,
+            "weight_bias": weight_bias,
+            "projection.eps": stream_eps,
+            "projection.hc_eps": hc_eps,
+            "projection.post_scale": post_scale,
+        }
+    )
     count, width = streams.shape[-2:]
     readable, (token_stride, stream_stride) = _readable(streams)
     fn, scale, base, weight = (
@@ -210,20 +218,3 @@ def _check_tensors(
         arguments.check_weight("weight", weight, streams)
     arguments.check_device("weight", weight, streams.device)
     tensors.check_memory(weight=weight, **given)
-
-
-def _check_numbers(values: dict[str, float], numerics: str, iterations: int) -> None:
-    check_choice("numerics", numerics, NUMERICS)
-    arguments.check_count("projection.iterations", iterations, least=1)
-    if iterations > _MOST_ITERATIONS:
-        raise ValueError(f"projection.iterations={iterations}: expected at most 1000.")
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name}={value!r}: expected a number.")
-        if not arguments.is_float32(value):
-            raise ValueError(f"{name}={value!r}: expected a finite number, as float32 too.")
-        if name.endswith("eps") and value < 0:
-            raise ValueError(f"{name}={value!r}: expected a number >= 0.")
-
-
-_MOST_ITERATIONS = 1000
