@@ -16,7 +16,7 @@ extern "C" {
 #define ALLNORM_API __attribute__((visibility("default")))
 // Incremented with every incompatible change to this file. Python rejects a library with a
 // different number.
-#define ALLNORM_ABI_VERSION 11
+#define ALLNORM_ABI_VERSION 12
 #define ALLNORM_MAX_WORLD_SIZE 64
 #define ALLNORM_MAX_SLICES 4
 #define ALLNORM_MAX_STREAMS 8
@@ -379,6 +379,14 @@ ALLNORM_API int32_t allnorm_local(const AllnormCall* call);
 // Makes a layer's input from residual streams; not collective. Any hidden_size and alignment. No
 // result may overlap another tensor.
 ALLNORM_API int32_t allnorm_stream_input(const AllnormStreamInput* input);
+
+// Makes a HYPER_CONNECTION call, and the next layer's input from the streams that it makes: like
+// allnorm_run() and then allnorm_stream_input(), with the same results. On CUDA it is one launch
+// for few tokens. input->streams must be call->residual_out, with the same number of tokens and
+// streams, strides, dtype and CUDA stream. No result of `input` may overlap a tensor of `call`, and
+// residual_out no parameter of `input`. Peers may make the call without an input.
+ALLNORM_API int32_t allnorm_run_with_input(AllnormComm* comm, const AllnormCall* call,
+                                           const AllnormStreamInput* input);
 
 // Copies the failure record; never waits. Returns fault->status.
 ALLNORM_API int32_t allnorm_comm_check(AllnormComm* comm, AllnormFault* fault);

@@ -22,6 +22,9 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call);
 int32_t check_local(const AllnormCall* call);
 // Checks a whole AllnormStreamInput.
 int32_t check_stream_input(const AllnormStreamInput* input);
+// Checks a call and the input that is made from its streams.
+int32_t check_run_with_input(const AllnormCommConfig* config, const AllnormCall* call,
+                             const AllnormStreamInput* input);
 // Checks the memory of a call's tensors. `num_sources`: number of matrices in x. `held`: the rows
 // that only this rank holds (x of all_gather_rows; a sharded residual). `owned`: the rows that this
 // rank sums for its peers, which are also the rows of island sums.
@@ -31,8 +34,10 @@ int32_t check_memory(const AllnormCall& call, int num_sources, const RowRange& h
 int32_t check_slice_memory(const AllnormCall& call, bool local);
 // Checks whether every slice is aligned, as check_alignment() does for rows.
 int32_t check_slice_alignment(const AllnormCall& call);
-// Check the memory of a HYPER_CONNECTION, and its alignment as check_alignment() does.
-int32_t check_stream_memory(const AllnormCall& call, int num_sources);
+// Check the memory of a HYPER_CONNECTION, and its alignment as check_alignment() does. `input`: a
+// checked input that is made from its streams, or NULL.
+int32_t check_stream_memory(const AllnormCall& call, int num_sources,
+                            const AllnormStreamInput* input = nullptr);
 int32_t check_stream_alignment(const AllnormCall& call);
 // Checks whether every row is aligned for loads and stores of whole packs, as the CUDA kernels of
 // allnorm_run() require. `held` and `owned` as for check_memory().

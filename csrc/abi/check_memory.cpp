@@ -358,7 +358,8 @@ int32_t check_slice_memory(const AllnormCall& call, bool local) {
   return all.status();
 }
 
-int32_t check_stream_memory(const AllnormCall& call, int num_sources) {
+int32_t check_stream_memory(const AllnormCall& call, int num_sources,
+                            const AllnormStreamInput* input) {
   const int64_t tokens = call.num_tokens, columns = call.hidden_size, streams = call.num_streams;
   const bool many = tokens > 1, experts = sums_experts(call);
   for (const auto& [name, stride, several] :
@@ -426,8 +427,20 @@ int32_t check_stream_memory(const AllnormCall& call, int num_sources) {
     all.add(kResidual, call.residual, residual_width,
             streams_of(call.residual_stride, call.stream_stride));
   }
+  if (input != nullptr) {
+    all.add("fn", input->fn, 4, {streams * (streams + 2) * streams * columns});
+    all.add("scale", input->scale, 4, {3});
+    all.add("base", input->base, 4, {streams * (streams + 2)});
+    all.add("weight", input->weight, element_bytes(input->weight_dtype), {columns});
+  }
   all.add_result("residual_out", call.residual_out, residual_width,
                  streams_of(by_token, by_stream));
+  if (input != nullptr) {
+    all.add_result("out", input->out, element_bytes(input->dtype),
+                   {columns, last, input->out_stride});
+    all.add_result("post of the input", input->post, 4, {tokens * streams});
+    all.add_result("mix of the input", input->mix, 4, {tokens * streams * streams});
+  }
   return all.status();
 }
 

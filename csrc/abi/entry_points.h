@@ -56,6 +56,16 @@ int32_t allnorm_run(AllnormComm* comm, const AllnormCall* call) {
   return status;
 }
 
+int32_t allnorm_run_with_input(AllnormComm* comm, const AllnormCall* call,
+                               const AllnormStreamInput* input) {
+  const AllnormCommConfig* const config = comm == nullptr ? nullptr : &comm->communicator.config();
+  if (const int32_t status = allnorm::check_run_with_input(config, call, input)) return status;
+  if (const int32_t status = comm->gate.enter()) return status;
+  const int32_t status = comm->communicator.run(*call, input);
+  comm->gate.leave();
+  return status;
+}
+
 int32_t allnorm_local(const AllnormCall* call) {
   if (const int32_t status = allnorm::check_local(call)) return status;
   return allnorm::run_local(*call);

@@ -28,6 +28,12 @@ class CpuCommunicator {
 
   // Makes a call; collective. Thread-safe, but all ranks must make their calls in the same order.
   int32_t run(const AllnormCall& call);
+  // Also makes a layer's input from the call's streams, unless `input` is null.
+  int32_t run(const AllnormCall& call, const AllnormStreamInput* input) {
+    const int32_t status = run(call);
+    if (status != ALLNORM_OK || input == nullptr || call.num_tokens == 0) return status;
+    return run_stream_input(*input);
+  }
   // Ends waits for these peers, now and later. Callable from any thread, also during run().
   void peers_died(uint64_t peers, bool all);
   // Ends all waits with ALLNORM_CLOSED.

@@ -119,6 +119,15 @@ class SegmentSums {
                         there + arrived(buffer), sum);
   }
 
+  // Sends this block's sum `c` of a token to all blocks of the cluster.
+  __device__ __forceinline__ void send_to_all(int token, int c, float sum) const {
+#pragma unroll
+    for (uint32_t rank = 0; rank < kSegments; ++rank) {
+      const SharedAddress there = in_block_of_cluster(shared_, rank);
+      store_async_cluster(there + place(0, token, cluster_rank(), c), there + arrived(0), sum);
+    }
+  }
+
   // Waits for `count` sums of every segment for each of this block's `tokens` tokens. Bounded: all
   // blocks of the cluster send them, and none of them waits for anything else.
   __device__ __forceinline__ void wait(int batch, int tokens, int count) const {
@@ -140,6 +149,10 @@ class SegmentSums {
   __device__ __forceinline__ void send_square(float* to, float square) const {
     store_async_cluster(in_block_of_cluster(shared_address(to), cluster_rank()),
                         in_block_of_cluster(shared_ + kSquared, cluster_rank()), square);
+  }
+  __device__ __forceinline__ void send_square_to(uint32_t rank, float* to, float square) const {
+    store_async_cluster(in_block_of_cluster(shared_address(to), rank),
+                        in_block_of_cluster(shared_ + kSquared, rank), square);
   }
   // Bounded: warps of this block send the square sums, and wait for nothing before.
   __device__ __forceinline__ void wait_for_squares(int batch) const {
@@ -199,7 +212,7 @@ class ClusterInput {
     }
   }
 
- private:
+ protected:
   static constexpr int kElems = kElemsPerPack<T>;
   // Chunks of the norm per chunk of the projection.
   static constexpr int kParts = kInputPackElems / kElems;
@@ -239,13 +252,14 @@ class ClusterInput {
     if (!is_last) __syncthreads();
   }
 
-  // Loads what the first batch needs into the L2 cache. Only a hint, so it need not wait for the
+  // Loads the constants into the L2 cache. Only a hint, so it need not wait for the
   // preceding grid.
   __device__ __forceinline__ void prefetch_constants() const {
-    if (warp_ < slots() && lane_ < coefficients()) {
-      const int64_t left = elems_left(warp_);
+#pragma unroll 1
+    for (int slot = warp_; slot < slots() && lane_ < coefficients(); slot += kWarps) {
+      const int64_t left = elems_left(slot);
       const int64_t elems = left < kInputChunkElems ? left : kInputChunkElems;
-      prefetch_to_l2(factors_of(warp_) + lane_ * factor_row_bytes(),
+      prefetch_to_l2(factors_of(slot) + lane_ * factor_row_bytes(),
                      static_cast<uint32_t>(elems * int64_t{sizeof(float)}));
     }
     if (threadIdx.x == 0) {
@@ -309,13 +323,16 @@ class ClusterInput {
     return params_.num_streams * params_.hidden_size * int64_t{sizeof(float)};
   }
 
+  // Loads rows kFrom up to kTo.
+  template <int kFrom = 0, int kTo = kHeldCoefficients>
   __device__ __forceinline__ void load_factors(
       int slot, float (&factors)[kHeldCoefficients][kInputPackElems]) const {
-    const char* row = factors_of(slot);
     const int64_t row_bytes = factor_row_bytes();
+    const int first = kFrom < coefficients() ? kFrom : coefficients() - 1;
+    const char* row = factors_of(slot) + first * row_bytes;
     const int64_t left = elems_left(slot);
 #pragma unroll
-    for (int c = 0; c < kHeldCoefficients; ++c) {
+    for (int c = kFrom; c < kTo; ++c) {
       keep_address(row);
       load_eight<Float32, true>(row, lane_ * kInputPackElems, left, factors[c]);
       // The sums of rows that do not exist are not used.

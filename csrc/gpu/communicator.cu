@@ -90,7 +90,7 @@ int32_t GpuCommunicator::initialize() {
   return cuda_status(error, "initializing the workspace");
 }
 
-int32_t GpuCommunicator::run(const AllnormCall& call) {
+int32_t GpuCommunicator::run(const AllnormCall& call, const AllnormStreamInput* input) {
   if (has_failed_) return report_failure();
   if (const int32_t recorded = recorded_status()) {
     const AllnormFault seen = *fault_;
@@ -140,8 +140,11 @@ int32_t GpuCommunicator::run(const AllnormCall& call) {
     // detect the difference.
     status = launch_without_rows(device_, call, config_.world_size,
                                  rowless_params(config_, call_tag(call, 0), fault_on_device_));
+  } else if (input != nullptr && call.num_tokens <= rows) {
+    status = launch_with_input(call, *input, start);
   } else {
     status = launch_chunks(call, rows, start);
+    if (status == ALLNORM_OK && input != nullptr) status = launch_stream_input(device_, *input);
   }
   if (status == ALLNORM_OK) status = order_.end(stream);
   return status == ALLNORM_OK ? status : fail_call(call, true);
@@ -173,6 +176,18 @@ int32_t GpuCommunicator::launch_chunks(const AllnormCall& call, int64_t rows, St
     start = Start::kLetIn;  // the next chunk follows a kernel that triggers it
   }
   return status;
+}
+
+int32_t GpuCommunicator::launch_with_input(const AllnormCall& call, const AllnormStreamInput& input,
+                                           Start start) {
+  StreamsInputParams params = {
+      .fused = fused_params(config_, call, 0, call.num_tokens, fault_on_device_), .input = {}};
+  bool launched = false;
+  int32_t status =
+      launch_streams_input(device_, call, input, config_.world_size, &params, start, &launched);
+  if (launched || status != ALLNORM_OK) return status;
+  status = launch_exchange(device_, call, config_.world_size, params.fused, &params.fused, start);
+  return status == ALLNORM_OK ? launch_stream_input(device_, input) : status;
 }
 
 int32_t GpuCommunicator::fail_call(const AllnormCall& call, bool in_order) {

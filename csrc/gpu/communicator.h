@@ -22,8 +22,9 @@ class GpuCommunicator {
   // Empties this rank's workspace and allocates the failure record. Synchronizes the device.
   int32_t initialize();
 
-  // Enqueues the call, chunk by chunk.
-  int32_t run(const AllnormCall& call);
+  // Enqueues the call, chunk by chunk. Then makes a layer's input from the call's streams, unless
+  // `input` is null; for few tokens in the same launch.
+  int32_t run(const AllnormCall& call, const AllnormStreamInput* input = nullptr);
 
   // Ends waits for these peers, in running and in later kernels. Callable from any thread.
   void peers_died(uint64_t peers, bool all);
@@ -45,6 +46,8 @@ class GpuCommunicator {
   int32_t recorded_status() const;
   // Launches a call, chunk by chunk.
   int32_t launch_chunks(const AllnormCall& call, int64_t rows, Start start);
+  // Launches a call that is one chunk, and an input.
+  int32_t launch_with_input(const AllnormCall& call, const AllnormStreamInput& input, Start start);
   // Fails a call that the peers may have made. This rank makes no further calls, because its next
   // call would be matched with this call of its peers.
   int32_t fail_call(const AllnormCall& call, bool in_order);

@@ -24,6 +24,7 @@
 #include "gpu/sources/summed_rows.cuh"
 #include "gpu/stream_input.cuh"
 #include "gpu/streams.cuh"
+#include "gpu/streams_input.cuh"
 #include "gpu/transports/one_shot.cuh"
 #include "gpu/transports/two_shot.cuh"
 #include "gpu/wide_rows.cuh"
@@ -142,6 +143,19 @@ struct ClusterInputEntry : Entry<kKind, k1, kBasic, Formats> {
   }
 };
 
+template <KernelKind kKind, uint32_t kRanks, class Formats>
+struct StreamsInputEntry : Entry<kKind, kRanks, kBasic, Formats> {
+  template <class T, int kWorldSize, template <class> class>
+  static const void* kernel() {
+    if constexpr (kElemsPerPack<T> != 8) {
+      return nullptr;  // only for 16 bits
+    } else {
+      return reinterpret_cast<const void*>(
+          &streams_input_kernel<StreamsInputKernel<T, kWorldSize>>);
+    }
+  }
+};
+
 template <class... Entries>
 struct KernelTable {};
 
@@ -215,7 +229,9 @@ using WideKernels = KernelTable<
 // Where there are:
 using ClusterKernels = KernelTable<
     //                kind                 formats
-    ClusterInputEntry<kLocalInputClusters, OnlyPlain>>;
+    ClusterInputEntry<kLocalInputClusters, OnlyPlain>,
+    //                kind                 ranks       formats
+    StreamsInputEntry<kStreamsInput,       k2 | k48 | kAny, OnlyPlain>>;
 // clang-format on
 
 }  // namespace table

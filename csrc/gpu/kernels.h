@@ -18,6 +18,8 @@ enum class KernelKind {
   kStreamsOneShot,
   kStreamsOneShotDense,  // for up to kFewStreams streams of x's dtype
   kStreamsTwoShot,
+  // StreamsInputParams:
+  kStreamsInput,  // streams and the next layer's input, by clusters of kSegments blocks
   // OwnedRowsParams:
   kOwnedSum,
   kOwnedSumFew,

@@ -417,14 +417,46 @@ int32_t launch_local_streams(const Device& device, const AllnormCall& call) {
   return launch_on_stream(device, kernel, &params, geometry, 0, call);
 }
 
+// Returns whether all rows and constants of an input consist of whole, aligned packs.
+static bool has_aligned_rows(const AllnormStreamInput& input, const StreamInputParams& params) {
+  return input.hidden_size % kInputPackElems == 0 &&
+         is_aligned(input.streams, params.streams.stride_bytes) &&
+         params.stream_stride_bytes % kPackBytes == 0 && is_aligned(input.fn, 0) &&
+         is_aligned(input.weight, 0) &&
+         is_aligned(input.out, input.out_stride * element_bytes(input.dtype));
+}
+
+int32_t launch_streams_input(const Device& device, const AllnormCall& call,
+                             const AllnormStreamInput& input, int world_size,
+                             StreamsInputParams* params, Start start, bool* launched) {
+  *launched = false;
+  params->input = stream_input_params(input, device.num_sms);
+  if (call.algorithm != ALLNORM_ONE_SHOT || call.cluster_size != 0 || sums_experts(call) ||
+      has_float32_residual(call) || !device.has_clusters ||
+      !has_aligned_rows(input, params->input)) {
+    return ALLNORM_OK;
+  }
+  const void* const kernel = find_kernel(call.dtype, {.kind = KernelKind::kStreamsInput,
+                                                      .world_size = world_size,
+                                                      .format = RowFormat::kPlain,
+                                                      .needs = kBasic});
+  if (kernel == nullptr) return ALLNORM_OK;
+  Geometry geometry = {.num_blocks = 0, .cluster_size = kSegments, .num_threads = kInputThreads};
+  const int most = call.num_blocks > 0 ? call.num_blocks : kMaxBlocks;
+  const int clusters = std::min(most, resident_blocks(device, kernel, geometry)) / kSegments;
+  params->input.tokens = streams_input_tokens(params->input, clusters);
+  if (params->input.tokens == 0) return ALLNORM_OK;
+  const int64_t tokens = params->input.tokens;
+  geometry.num_blocks = static_cast<int>(kSegments * (1 + (call.num_tokens + tokens - 1) / tokens));
+  *launched = true;
+  return launch(device, kernel, params, geometry,
+                static_cast<int>(streams_input_shared_bytes(params->input, tokens)), call, start);
+}
+
 int32_t launch_stream_input(const Device& device, const AllnormStreamInput& input) {
   StreamInputParams params = stream_input_params(input, device.num_sms);
   const int64_t width = element_bytes(input.dtype);
-  const bool aligned = input.hidden_size % kInputPackElems == 0 &&
-                       is_aligned(input.streams, params.streams.stride_bytes) &&
-                       params.stream_stride_bytes % kPackBytes == 0 && is_aligned(input.fn, 0) &&
-                       is_aligned(input.weight, 0) &&
-                       is_aligned(input.out, input.out_stride * width);
+  const bool aligned = has_aligned_rows(input, params);
   const auto kernel_of = [&](KernelKind kind) {
     return find_kernel(
         input.dtype, {.kind = kind, .world_size = 1, .format = RowFormat::kPlain, .needs = kBasic});

@@ -70,6 +70,12 @@ int32_t launch_local(const Device& device, const AllnormCall& call);
 int32_t launch_local_streams(const Device& device, const AllnormCall& call);
 int32_t launch_stream_input(const Device& device, const AllnormStreamInput& input);
 
+// Launches a call of one chunk and the input from its streams as one kernel, if there is one for
+// them. `params->fused` is set. `*launched`: whether it was launched.
+int32_t launch_streams_input(const Device& device, const AllnormCall& call,
+                             const AllnormStreamInput& input, int world_size,
+                             StreamsInputParams* params, Start start, bool* launched);
+
 // Launch the fused and the local kernel for RMS_NORM_SHARDED.
 int32_t launch_slices(const Device& device, const AllnormCall& call, int world_size,
                       const SlicesParams& params, Start start);

@@ -284,6 +284,13 @@ struct SlicesParams {
   int32_t num_sources;
 };
 
+// One launch of gpu/streams_input.cuh. `input.streams` is not read: the streams are those that
+// `fused` makes.
+struct StreamsInputParams {
+  FusedParams fused;
+  StreamInputParams input;
+};
+
 struct ProbeParams {
   char* workspace[kPushMaxWorldSize];  // indexed by rank
   int32_t rank;

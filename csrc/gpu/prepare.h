@@ -148,6 +148,29 @@ inline int64_t cluster_input_shared_bytes(const StreamInputParams& params, int64
   return (mine * params.squares + 3) / 4 * 4 * floats + std::max(sums, rows);
 }
 
+// Returns the shared memory of a block of gpu/streams_input.cuh, in a cluster with `tokens` tokens.
+inline int64_t streams_input_shared_bytes(const StreamInputParams& params, int64_t tokens) {
+  const int64_t chunks = (input_chunks(params.hidden_size) + kSegments - 1) / kSegments;
+  const int64_t n = params.num_streams, slots = n * chunks;
+  const int64_t floats =
+      tokens * (params.squares + n * (n + 1) + slots * (coefficient_count(kFewStreams) + 1));
+  const int64_t packs = tokens * (n + 1) * chunks * kPacksPerChunk;
+  return (floats + 3) / 4 * 4 * static_cast<int64_t>(sizeof(float)) + packs * kPackBytes;
+}
+
+// Returns how many tokens each cluster takes in gpu/streams_input.cuh, if at most `clusters`
+// clusters are resident, one of which has no tokens; 0: that kernel does not make such inputs.
+inline int streams_input_tokens(const StreamInputParams& params, int clusters) {
+  constexpr int64_t kMostBytes = 35 << 10;
+  if (clusters < 2 || params.num_streams > kFewStreams ||
+      input_chunks(params.hidden_size) > kClusterChunks) {
+    return 0;
+  }
+  const int64_t share = (params.num_tokens + clusters - 2) / (clusters - 1);
+  const bool fits = share <= kSegments && streams_input_shared_bytes(params, share) <= kMostBytes;
+  return fits ? static_cast<int>(share) : 0;
+}
+
 // Returns how many tokens each of `clusters` clusters takes at once; 0: gpu/cluster_input.cuh does
 // not make inputs of this kind. If clusters take several batches, every block has tokens in all but
 // the last one.

@@ -325,6 +325,20 @@ __device__ __forceinline__ void expect_bytes(SharedAddress barrier, uint32_t byt
 #endif
 }
 
+// Copies to shared memory, whole packs or single words, without registers. A pack that is not
+// `inside` becomes zeros. wait_for_copies() waits for this thread's copies.
+__device__ __forceinline__ void copy_pack_async(SharedAddress to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(inside ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void copy_word_async(SharedAddress to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // Stores to the shared memory of a block of the cluster. When the value has arrived, its bytes are
 // counted at `barrier` there. Does not wait for other accesses of this thread.
 __device__ __forceinline__ void store_async_cluster(SharedAddress address, SharedAddress barrier,

@@ -236,6 +236,9 @@ __device__ __forceinline__ void store_async_cluster(SharedAddress address, Share
   store_shared(address, value);
 }
 __device__ __forceinline__ void wait_barrier(SharedAddress, uint32_t) {}
+__device__ __forceinline__ void copy_pack_async(SharedAddress, const void*, bool) {}
+__device__ __forceinline__ void copy_word_async(SharedAddress, const void*) {}
+__device__ __forceinline__ void wait_for_copies() {}
 
 struct DeviceClock {
   // There are registers to spare, and scratch memory is slow: see Deadline.

@@ -159,6 +159,17 @@ inline float* dynamic_shared_floats() {
   return reinterpret_cast<float*>(shim::shared_memory() + shim::kDynamicSharedOffset);
 }
 
+// Copies at once; on a GPU, they may take until wait_for_copies().
+inline void copy_pack_async(SharedAddress to, const void* from, bool inside) {
+  const Pack pack = inside ? load_pack(from) : Pack{};
+  memcpy(to, &pack, sizeof(pack));
+}
+inline void copy_word_async(SharedAddress to, const void* from) {
+  const uint32_t word = load_u32(from);
+  memcpy(to, &word, sizeof(word));
+}
+inline void wait_for_copies() {}
+
 // ---- arithmetic
 
 inline float near_reciprocal_root(float a) {

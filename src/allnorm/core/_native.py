@@ -13,7 +13,7 @@ from typing import Any
 from allnorm import names
 from allnorm.errors import AllnormError, NativeLibraryError, UnsupportedError
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 MAX_WORLD_SIZE = 64
 MAX_SLICES = 4
 MAX_STREAMS = 8
@@ -164,6 +164,7 @@ class Library:
                 "library come from different builds. Reinstall allnorm."
             )
         self.run = self._bind("run", _pointer, _pointer)
+        self.run_with_input = self._bind("run_with_input", _pointer, _pointer, _pointer)
         self.local = self._bind("local", _pointer)
         self.stream_input = self._bind("stream_input", _pointer)
         self.comm_create = self._bind("comm_create", _pointer, _pointer)
