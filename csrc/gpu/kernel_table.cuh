@@ -230,8 +230,8 @@ using WideKernels = KernelTable<
 using ClusterKernels = KernelTable<
     //                kind                 formats
     ClusterInputEntry<kLocalInputClusters, OnlyPlain>,
-    //                kind                 ranks       formats
-    StreamsInputEntry<kStreamsInput,       k2 | k48 | kAny, OnlyPlain>>;
+    //                kind                 ranks formats
+    StreamsInputEntry<kStreamsInput,       kAll, OnlyPlain>>;
 // clang-format on
 
 }  // namespace table

@@ -259,7 +259,7 @@ class StreamsInput : ClusterInput<T, T> {
     unpack<T>(rounded, z);
     input(token, chunk)[lane_] = rounded;
     const float of_chunk = butterfly(square_sum<kInputPackElems>(z));
-    if (lane_ < kSegments) {
+    if (lane_ < ALLNORM_FAULT(squares_to_one_block, 1, kSegments)) {
       segments_.send_square_to(static_cast<uint32_t>(lane_), squares(token) + chunk_ + chunk,
                                of_chunk);
     }

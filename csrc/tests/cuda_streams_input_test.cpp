@@ -67,11 +67,11 @@ int launch_call(shim::Machine& machine, const AllnormCommConfig& config, CallWit
        .dynamic_shared_bytes = makes_input ? shared_bytes : 0,
        .kernel = [params, call, makes_input] {
          at_dtype(call.dtype, [&]<class T>(T) {
-           const KernelKey key = {.kind = makes_input ? KernelKind::kStreamsInput
-                                                      : KernelKind::kStreamsOneShot,
-                                  .world_size = params.fused.world_size,
-                                  .format = RowFormat::kPlain,
-                                  .needs = kBasic};
+           const KernelKey key = {
+               .kind = makes_input ? KernelKind::kStreamsInput : KernelKind::kStreamsOneShot,
+               .world_size = params.fused.world_size,
+               .format = RowFormat::kPlain,
+               .needs = kBasic};
            void* const kernel = const_cast<void*>(find_kernel<T>(key));
            if (makes_input) {
              reinterpret_cast<void (*)(StreamsInputParams)>(kernel)(params);
@@ -94,11 +94,10 @@ void test_calls(int world_size, uint64_t seed, int num_calls, uint32_t first_op)
     const int64_t count = num_calls == 1 ? tokens + 1 : 1 + random.below(tokens);
     calls.push_back(make_call(random, world_size, count, width));
   }
-  run_and_compare("streams and input", world_size, seed, first_op, calls,
-                  [&](shim::Machine& machine, const AllnormCommConfig& config, CallWithInput& call,
-                      AllnormFault* fault) {
-                    return launch_call(machine, config, call, fault, tokens);
-                  });
+  run_and_compare(
+      "streams and input", world_size, seed, first_op, calls,
+      [&](shim::Machine& machine, const AllnormCommConfig& config, CallWithInput& call,
+          AllnormFault* fault) { return launch_call(machine, config, call, fault, tokens); });
 }
 
 TEST(streams_and_input) {

@@ -33,6 +33,7 @@ from allnorm.functions import (
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_quant,
     all_reduce_hyper_connection,
+    all_reduce_hyper_connection_input,
     rms_norm_sharded,
     row_shard,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "all_reduce_add_rms_norm",
     "all_reduce_add_rms_norm_quant",
     "all_reduce_hyper_connection",
+    "all_reduce_hyper_connection_input",
     "build_info",
     "capabilities",
     "hyper_connection_input",

@@ -19,7 +19,7 @@ from allnorm.core.call import Runner
 from allnorm.core.resolve import resolve_group
 from allnorm.core.shortcuts import is_intercepted, is_traced
 from allnorm.expert_sum import ExpertSum
-from allnorm.hyper_connection import HyperConnection
+from allnorm.hyper_connection import HyperConnection, HyperConnectionProjection
 from allnorm.post_norm import PostNorm
 from allnorm.quant import DEFAULT_QUANT, Quant, QuantizedNorm
 
@@ -179,6 +179,31 @@ def all_reduce_hyper_connection(
     """Calls `Communicator.all_reduce_hyper_connection` of the group's communicator."""
     return Communicator.all_reduce_hyper_connection(
         *(_communicator_of(group, x), x, residual, connection),
+        algorithm=algorithm,
+        residual_out=residual_out,
+    )
+
+
+@_documented
+def all_reduce_hyper_connection_input(
+    x: torch.Tensor | ExpertSum,
+    residual: torch.Tensor,
+    connection: HyperConnection,
+    projection: HyperConnectionProjection,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    weight_bias: float = 0.0,
+    numerics: str | None = None,
+    algorithm: str = "auto",
+    residual_out: torch.Tensor | None = None,
+    group: Group = None,
+) -> tuple[torch.Tensor, torch.Tensor, HyperConnection]:
+    """Calls `Communicator.all_reduce_hyper_connection_input` of the group's communicator."""
+    return Communicator.all_reduce_hyper_connection_input(
+        *(_communicator_of(group, x), x, residual, connection, projection, weight, eps),
+        weight_bias=weight_bias,
+        numerics=numerics,
         algorithm=algorithm,
         residual_out=residual_out,
     )

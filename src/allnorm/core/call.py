@@ -233,6 +233,16 @@ class Call:
         return self.residual_sharded or self.op == "all_gather_rows"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CallWithInput(Call):
+    """A call of all_reduce_hyper_connection that is followed by the next layer's input.
+
+    `next_input` is no argument of the call: the input may also be made after it.
+    """
+
+    next_input: Any = None  # a core.stream_input.NextInput
+
+
 KEYWORDS = tuple(field.name for field in dataclasses.fields(Call))
 INPUTS = (
     *("x", "residual", "weight", "static_scale"),

@@ -19,7 +19,7 @@ import torch
 
 from allnorm import policy
 from allnorm.core import _native, arguments, backends, checks, fast_call, traced
-from allnorm.core.call import Call, Runner
+from allnorm.core.call import Call, CallWithInput, Runner
 from allnorm.core.prepared_call import (
     Memory,
     PreparedCall,
@@ -150,8 +150,10 @@ class Dispatcher(Runner):
                 memory = prepared.allocate(call)
             else:
                 memory = prepared.allocate(call)
-                if self._target.can_repeat(prepared):
+                if self._target.can_repeat(prepared) and type(call) is Call:
                     fast_call.keep(self.fast, prepared, call, memory)
+            if isinstance(call, CallWithInput):
+                call.next_input.prepare(memory["residual_out"])
             written = call.written
             if written:
                 version_counter()(written)

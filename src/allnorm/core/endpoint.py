@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from allnorm import names
 from allnorm.core import _native, agreement, fast_call, faults, hierarchical, unfused
-from allnorm.core.call import Call
+from allnorm.core.call import Call, CallWithInput
 from allnorm.core.dispatch import Chooser, Dispatcher, Target
 from allnorm.core.failure import RECORDED, Failure, text_of
 from allnorm.core.notes import CROSSED, INTERRUPTED, LEFT, Cause
@@ -144,7 +144,10 @@ class Endpoint(Target):
                 return self._run_through_group(prepared, inputs, memory), None
             if prepared.native.stream not in self._streams:
                 self._note_stream(prepared.native.stream)
-            status = int(self._library.run(self._handle, prepared.address))
+            if isinstance(call, CallWithInput):
+                status = call.next_input.run_with(self._library, self._handle, prepared.native)
+            else:
+                status = int(self._library.run(self._handle, prepared.address))
             del inputs
             return status, None
         finally:

@@ -6,7 +6,7 @@ Nothing is exchanged, so ranks need not agree on anything here.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,10 +71,7 @@ def hyper_connection_input(
     Not collective. Safe in CUDA graphs and under torch.compile. Source: Xie et al., "mHC:
     Manifold-Constrained Hyper-Connections", 2025; bits: the numerics page.
     """
-    if type(projection) is not HyperConnectionProjection:
-        raise TypeError(
-            f"projection={projection!r}: expected an allnorm.HyperConnectionProjection."
-        )
+    _check_projection(projection)
     fn, scale, base, *constants = projection
     given: tuple[Any, ...] = (streams, fn, scale, base, weight, eps, weight_bias, numerics)
     run_it: Any = run
@@ -100,61 +97,157 @@ def run(
     post_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the normed input, and `post` and `mix` of its connection."""
-    _check_tensors(streams, fn, scale, base, weight)
-    check_choice("numerics", numerics, NUMERICS)
-    arguments.check_count("projection.iterations", iterations, least=1)
-    if iterations > _MOST_ITERATIONS:
-        raise ValueError(
-            f"projection.iterations={iterations}: expected at most {_MOST_ITERATIONS}."
-        )
-    arguments.check_numbers(
-        {
-            "eps": eps,
-            "weight_bias": weight_bias,
-            "projection.eps": stream_eps,
-            "projection.hc_eps": hc_eps,
-            "projection.post_scale": post_scale,
-        }
-    )
-    count, width = streams.shape[-2:]
-    readable, (token_stride, stream_stride) = _readable(streams)
-    fn, scale, base, weight = (
-        tensors.in_memory(each).contiguous() for each in (fn, scale, base, weight)
-    )
-    normed, post, mix = results = allocate(streams, weight)
-    native = _native.StreamInput(
-        struct_bytes=ctypes.sizeof(_native.StreamInput),
-        dtype=DTYPES[normed.dtype],
-        stream_dtype=DTYPES[streams.dtype],
-        weight_dtype=DTYPES[weight.dtype],
-        numerics=_native.NUMERICS[numerics],
-        num_streams=count,
-        iterations=iterations,
-        eps=eps,
-        weight_bias=weight_bias,
-        stream_eps=stream_eps,
-        hc_eps=hc_eps,
-        post_scale=post_scale,
-        num_tokens=normed.numel() // width,
-        hidden_size=width,
-        streams=readable.data_ptr(),
-        token_stride=token_stride,
-        stream_stride=stream_stride,
-        fn=fn.data_ptr(),
-        scale=scale.data_ptr(),
-        base=base.data_ptr(),
-        weight=weight.data_ptr(),
-        out=normed.data_ptr(),
-        out_stride=width,
-        post=post.data_ptr(),
-        mix=mix.data_ptr(),
-        cuda_stream=current_raw_stream(streams.device.index) if streams.is_cuda else None,
-    )
+    constants = Constants(eps, weight_bias, numerics, stream_eps, hc_eps, iterations, post_scale)
+    prepared = Prepared(streams, fn, scale, base, weight, constants)
     library = backends.library(streams.device.type)
-    status = library.stream_input(ctypes.addressof(native))
+    status = library.stream_input(prepared.address)
     if status:
         _native.raise_status(library, status)
-    return results
+    return prepared.results
+
+
+class Constants(NamedTuple):
+    """The numbers of an input, and its rounding mode."""
+
+    eps: float
+    weight_bias: float
+    numerics: str
+    stream_eps: float
+    hc_eps: float
+    iterations: int
+    post_scale: float
+
+    def check(self) -> None:
+        """Raises ValueError or TypeError for wrong values."""
+        check_choice("numerics", self.numerics, NUMERICS)
+        arguments.check_count("projection.iterations", self.iterations, least=1)
+        if self.iterations > _MOST_ITERATIONS:
+            raise ValueError(
+                f"projection.iterations={self.iterations}: expected at most {_MOST_ITERATIONS}."
+            )
+        arguments.check_numbers(
+            {
+                "eps": self.eps,
+                "weight_bias": self.weight_bias,
+                "projection.eps": self.stream_eps,
+                "projection.hc_eps": self.hc_eps,
+                "projection.post_scale": self.post_scale,
+            }
+        )
+
+
+class Prepared:
+    """The C struct of an input, with memory for its results.
+
+    Attributes:
+        native: the C struct; its streams are those given, or a copy that the kernels can read.
+        address: address of `native`.
+        results: memory for the normed input, and for `post` and `mix` of its connection.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: wrong arguments.
+    """
+
+    def __init__(
+        self,
+        streams: Tensor,
+        fn: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        weight: Tensor,
+        constants: Constants,
+    ) -> None:
+        _check_tensors(streams, fn, scale, base, weight)
+        constants.check()
+        count, width = streams.shape[-2:]
+        readable, (token_stride, stream_stride) = _readable(streams)
+        fn, scale, base, weight = (
+            tensors.in_memory(each).contiguous() for each in (fn, scale, base, weight)
+        )
+        self._alive = readable, fn, scale, base, weight  # until the call has been launched
+        normed, post, mix = self.results = allocate(streams, weight)
+        self.native = _native.StreamInput(
+            struct_bytes=ctypes.sizeof(_native.StreamInput),
+            dtype=DTYPES[normed.dtype],
+            stream_dtype=DTYPES[streams.dtype],
+            weight_dtype=DTYPES[weight.dtype],
+            numerics=_native.NUMERICS[constants.numerics],
+            num_streams=count,
+            iterations=constants.iterations,
+            eps=constants.eps,
+            weight_bias=constants.weight_bias,
+            stream_eps=constants.stream_eps,
+            hc_eps=constants.hc_eps,
+            post_scale=constants.post_scale,
+            num_tokens=normed.numel() // width,
+            hidden_size=width,
+            streams=readable.data_ptr(),
+            token_stride=token_stride,
+            stream_stride=stream_stride,
+            fn=fn.data_ptr(),
+            scale=scale.data_ptr(),
+            base=base.data_ptr(),
+            weight=weight.data_ptr(),
+            out=normed.data_ptr(),
+            out_stride=width,
+            post=post.data_ptr(),
+            mix=mix.data_ptr(),
+            cuda_stream=current_raw_stream(streams.device.index) if streams.is_cuda else None,
+        )
+        self.address = ctypes.addressof(self.native)
+
+
+class NextInput:
+    """The input that follows a call of all_reduce_hyper_connection, made from its streams.
+
+    `prepare` checks the arguments and allocates the results; the call then makes the input in its
+    launch, or `results` makes it afterwards.
+    """
+
+    def __init__(
+        self,
+        projection: HyperConnectionProjection,
+        weight: Tensor,
+        eps: float,
+        weight_bias: float,
+        numerics: str,
+    ) -> None:
+        _check_projection(projection)
+        self._arguments = projection, weight, eps
+        self._rounding = weight_bias, numerics
+        self._prepared: Prepared | None = None
+        self._is_made = False
+
+    def prepare(self, streams: Tensor) -> None:
+        """Prepares the input of streams that the call will make in this memory."""
+        (fn, scale, base, *constants), weight, eps = self._arguments
+        self._prepared = Prepared(
+            *(streams, fn, scale, base, weight),
+            Constants(eps, *self._rounding, *constants),  # type: ignore[arg-type]
+        )
+
+    def run_with(self, library: _native.Library, handle: int, call: _native.Call) -> int:
+        """Makes a bound call and the input on a communicator; returns the status."""
+        assert self._prepared is not None
+        native = self._prepared.native
+        if not call.num_tokens or native.streams != call.residual_out:
+            return int(library.run(handle, ctypes.addressof(call)))
+        native.token_stride, native.stream_stride = call.residual_out_stride, call.stream_out_stride
+        address = ctypes.addressof(call)
+        status = int(library.run_with_input(handle, address, self._prepared.address))
+        self._is_made = status == _native.OK
+        return status
+
+    def results(self, streams: Tensor) -> tuple[Tensor, HyperConnection]:
+        """Returns the normed input and its connection."""
+        if self._is_made:
+            assert self._prepared is not None
+            normed, post, mix = self._prepared.results
+            return normed, HyperConnection(post, mix)
+        weight_bias, numerics = self._rounding
+        return hyper_connection_input(
+            *(streams, *self._arguments), weight_bias=weight_bias, numerics=numerics
+        )
 
 
 def allocate(streams: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,6 +259,13 @@ def allocate(streams: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         streams.new_empty((*leading, count), dtype=torch.float32),
         streams.new_empty((*leading, count, count), dtype=torch.float32),
     )
+
+
+def _check_projection(projection: object) -> None:
+    if type(projection) is not HyperConnectionProjection:
+        raise TypeError(
+            f"projection={projection!r}: expected an allnorm.HyperConnectionProjection."
+        )
 
 
 def _readable(streams: Tensor) -> tuple[Tensor, tuple[int, int]]:

@@ -15,6 +15,7 @@ FAULT = "FAILED: fault"
 SEEN = ": expected\n"
 SLICES = STREAMS = "FAILED: fused, seed"
 INPUT = "cuda_stream_input_test"
+BOTH = "cuda_streams_input_test"
 Build = Literal["plain", "thread"]
 
 
@@ -116,6 +117,9 @@ FAULTS = (
     _races("segments_added_early", test=INPUT),
     _wrong("new_mix_not_transposed", "FAILED: blocks", test=INPUT),
     _wrong("mix_transposed", STREAMS, test="cuda_streams_test"),
+    _races("mixed_early", test=BOTH),
+    _races("slots_added_before_mixed", test=BOTH),
+    _wrong("squares_to_one_block", HANGS, test=BOTH),
     # Schedules.
     _wrong("next_row_not_sent", HANGS),
     _wrong("turns_do_not_add_up", "ns after it is due", test="cuda_pace_test"),

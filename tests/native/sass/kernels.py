@@ -51,6 +51,7 @@ _FUNCTIONS = {
     "LocalStreams": "local_streams_kernel",
     "StreamInput": "stream_input_kernel",
     "ClusterInput": "cluster_input_kernel",
+    "StreamsInput": "streams_input_kernel",
 }
 
 
@@ -96,7 +97,7 @@ class Variant:
 
     @property
     def needs_clusters(self) -> bool:
-        return self.kind.endswith("_clusters")
+        return self.kind.endswith("_clusters") or self.kind == "streams_input"
 
     @property
     def most_ranks(self) -> int:
@@ -141,6 +142,8 @@ class Variant:
             "owned_sum_few": (2 + peers, ranks + 1),
             "owned_finished": (2 + peers, ranks + 1),
             "owned_given": (peers, 1),
+            # sent: the first token, and further ones; received: one group
+            "input": (2 * peers, ranks),
         }[self.kind.removeprefix("streams_")]
         return self._with_service(Counter({16: wide[0]}), Counter({16: wide[1]}))
 
@@ -217,6 +220,12 @@ def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, .
             key = (_FUNCTIONS[entry], dtype, *rest[:-1])  # without the formats
             yield key, Variant(name, dtype, 1, quantized=False)
         return
+    if entry == "StreamsInput":
+        for dtype in DTYPES[:2]:  # of 16 bits
+            for world_size in _ranks(rest[0], dtype):
+                key = (_FUNCTIONS[entry], dtype, str(world_size))
+                yield key, Variant("streams_input", dtype, world_size, quantized=False)
+        return
     ranks = rest.pop(0) if entry in ("Fused", "Streams", "Owned", "WideRows") else "k1"
     if entry == "Streams":
         rest.pop()  # the formats, which are no argument
@@ -264,7 +273,7 @@ def instantiation(variant: Variant) -> str:
     """Returns the declaration of a kernel, for an explicit instantiation in namespace allnorm."""
     function, *arguments = next(key for key, found in _table().items() if found == variant)
     entry = next(entry for entry, name in _FUNCTIONS.items() if name == function)
-    if variant.mixes_streams:
+    if variant.mixes_streams and entry == "Fused":
         entry = "Streams"
     if entry.endswith("Slices"):
         return f"{function}<{entry}Kernel<{arguments[0]}>>(const __grid_constant__ SlicesParams)"

@@ -59,8 +59,8 @@ def scopes(kernel: Kernel, variant: Variant) -> Iterator[str]:
             continue
         if "STRONG" in found.parts and not found.is_system_wide:
             yield f"narrow scope: {found}"
-        elif found.is_global and found.verb not in ("LDG", "STG"):
-            yield f"neither a load nor a store of global memory: {found}"
+        elif found.is_global and found.verb not in ("LDG", "STG", "LDGSTS"):
+            yield f"neither a load, a copy nor a store of global memory: {found}"
 
 
 def _registers(load: Instruction) -> set[str]:

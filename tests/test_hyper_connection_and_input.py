@@ -1,0 +1,213 @@
+"""Tests all_reduce_hyper_connection_input: new streams, and the next input from them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from rank_helpers import DTYPES, Experts, comm, device, message_of, on
+from test_hyper_connection import Inputs as Streams
+from test_hyper_connection_input import Inputs as Parameters
+from test_hyper_connection_input import assert_equal
+
+import allnorm
+from allnorm import reference
+from allnorm.testing import assert_same_bits, capture
+
+WIDTHS = (64, 4096, 2880, 120, 7168)
+
+
+class Inputs:
+    """All ranks' arguments, of which only `x` differs between them."""
+
+    def __init__(
+        self,
+        seed: int,
+        world_size: int,
+        tokens: tuple[int, ...],
+        width: int,
+        streams: int,
+        **more: Any,
+    ) -> None:
+        dtype = more.pop("dtype", torch.bfloat16)
+        self.given = Streams(seed, world_size, (*tokens, width), streams, dtype, **more)
+        wide = more.get("wide", False)
+        parameters = Parameters(seed, (1, streams, width), dtype, wide=wide)
+        self.projection, self.weight = parameters.projection, parameters.weight
+
+    def arguments(self, rank: int) -> tuple[Any, ...]:
+        return (
+            *(self.given.xs[rank], self.given.residual, self.given.connection),
+            *(self.projection, self.weight, 1e-6),
+        )
+
+    def wanted(self, c: allnorm.Communicator, **rounding: Any) -> tuple[torch.Tensor, Any]:
+        islands = None if len(c.islands) == 1 else c.islands
+        streams = self.given.wanted(islands=islands)
+        return streams, reference.hyper_connection_input(
+            *(streams, self.projection, self.weight, 1e-6), **rounding
+        )
+
+    def check(self, c: allnorm.Communicator, what: str = "", **more: Any) -> None:
+        """Makes the call, and compares its results with the reference."""
+        rounding = {name: more[name] for name in ("numerics", "weight_bias") if name in more}
+        streams, wanted = self.wanted(c, **rounding)
+        normed, got, connection = c.all_reduce_hyper_connection_input(
+            *self.arguments(c.rank), **more
+        )
+        assert_same_bits(got, streams, f"streams of {what}")
+        assert_equal((normed, connection), wanted, what)
+
+
+@on(cpu=(1, 2, 3), gpu=(1, 2, 4, 8))
+def test_results(rank: int, world_size: int) -> None:
+    c = comm()
+    cases = itertools.product((2, 3, 4, 5, 8), ((0,), (1,), (2, 3), (), (9,)))
+    for seed, (streams, tokens) in enumerate(cases):
+        algorithm = ("auto", "unfused", "one_shot", "two_shot")[seed % 4 if world_size > 1 else 0]
+        inputs = Inputs(
+            *(seed, world_size, tokens, WIDTHS[seed % 5], streams),
+            dtype=DTYPES[seed % 3],
+            wide=seed % 3 == 1 and seed % 2 == 0,
+            hurtful=seed % 4 == 3,
+        )
+        inputs.check(
+            *(c, f"{streams} streams, {tokens}, {algorithm}"),
+            algorithm=algorithm,
+            numerics=("rounded", "transformers", "vllm", "unrounded")[seed % 4],
+            weight_bias=float(seed % 2),
+        )
+
+
+@on(cpu=(2,), gpu=(2, 4, 8))
+def test_many_shapes_in_one_launch(rank: int, world_size: int) -> None:
+    """On GPUs, these are the shapes of the kernel that does all of it, and those around them."""
+    c = comm()
+    widths = (8, 264, 520, 2048, 2944, 5760, 8192, 16_384, 16_392)
+    for seed, (width, streams) in enumerate(itertools.product(widths, (2, 3, 4))):
+        tokens = (1, 2, 3, 8, 13, 14, 15, 30, 64, 70)[seed % 10] if device().type != "cpu" else 3
+        inputs = Inputs(seed, world_size, (tokens,), width, streams, dtype=DTYPES[1 + seed % 2])
+        inputs.check(c, f"{tokens} tokens of {streams} x {width}", algorithm="one_shot")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_experts_and_strides(rank: int, world_size: int) -> None:
+    c = comm()
+    inputs = Inputs(1, world_size, (5,), 264, 4, experts=(Experts(3, shared=True),))
+    inputs.check(c, "experts")
+    inputs = Inputs(2, world_size, (6,), 256, 4)
+    streams, wanted = inputs.wanted(c)
+    # The streams may be mixed in place, and be those of a wider tensor, or one after the other.
+    memory = (
+        inputs.given.residual.clone(),
+        torch.zeros(6, 4, 512, dtype=torch.bfloat16, device=device())[..., :256],
+        torch.zeros(4, 6, 256, dtype=torch.bfloat16, device=device()).movedim(0, 1),
+    )
+    for number, residual_out in enumerate(memory):
+        x, residual, *rest = inputs.arguments(rank)
+        residual = residual_out if number == 0 else residual
+        normed, got, connection = c.all_reduce_hyper_connection_input(
+            *(x, residual, *rest), residual_out=residual_out
+        )
+        assert got is residual_out
+        assert_same_bits(got, streams, f"streams {number}")
+        assert_equal((normed, connection), wanted, f"memory {number}")
+
+
+@on(cpu=(2,), gpu=(2, 4))
+def test_a_peer_may_make_no_input(rank: int, world_size: int) -> None:
+    c = comm()
+    for seed in range(6):
+        inputs = Inputs(seed, world_size, (1 + seed,), 2880, 4)
+        if (seed + rank) % 2 == 0:
+            inputs.check(c, f"seed {seed}", algorithm="one_shot")
+        else:
+            inputs.given.check(c, f"seed {seed}", algorithm="one_shot")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_repeated_calls(rank: int, world_size: int) -> None:
+    """Layers follow each other, and each has the coefficients that the one before has made."""
+    c = comm()
+    inputs = Inputs(3, world_size, (2,), 520, 4)
+    x, residual, connection, *rest = inputs.arguments(rank)
+    streams, wanted = residual, connection
+    for _ in range(40):
+        normed, residual, connection = c.all_reduce_hyper_connection_input(
+            *(x, residual, connection, *rest), algorithm="one_shot"
+        )
+        streams = reference.all_reduce_hyper_connection(inputs.given.xs, streams, wanted)
+        expected, wanted = reference.hyper_connection_input(
+            *(streams, inputs.projection, inputs.weight, 1e-6)
+        )
+        assert_same_bits(residual, streams, "streams")
+        assert_equal((normed, connection), (expected, wanted), "input")
+
+
+@on(gpu=(2, 4, 8))
+def test_graphs(rank: int, world_size: int) -> None:
+    c = comm()
+    for tokens in (1, 4, 40):
+        inputs = Inputs(tokens, world_size, (tokens,), 4096, 4)
+        streams, wanted = inputs.wanted(c)
+        with capture() as graph:
+            results = c.all_reduce_hyper_connection_input(*inputs.arguments(rank))
+            again = c.all_reduce_hyper_connection_input(*inputs.arguments(rank))
+        for replay in range(20):
+            for result in (*results[:2], *again[:2]):
+                result.zero_()
+            graph.replay()
+            for normed, got, connection in (results, again):
+                assert_same_bits(got, streams, f"streams of replay {replay}")
+                assert_equal((normed, connection), wanted, f"replay {replay}")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_torch_compile(rank: int, world_size: int) -> None:
+    c = comm()
+    inputs = Inputs(5, world_size, (3,), 264, 4)
+    streams, wanted = inputs.wanted(c)
+
+    @torch.compile(fullgraph=True)
+    def layer(*arguments: Any) -> Any:
+        return c.all_reduce_hyper_connection_input(*arguments)
+
+    for _ in range(2):
+        normed, got, connection = layer(*inputs.arguments(rank))
+        assert_same_bits(got, streams, "streams")
+        assert_equal((normed, connection), wanted, "compiled")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_functions(rank: int, world_size: int) -> None:
+    inputs = Inputs(6, world_size, (3,), 264, 4)
+    streams, wanted = inputs.wanted(comm())
+    normed, got, connection = allnorm.all_reduce_hyper_connection_input(*inputs.arguments(rank))
+    assert_same_bits(got, streams, "streams")
+    assert_equal((normed, connection), wanted, "function")
+
+
+@on(cpu=(2,), gpu=(2,))
+def test_wrong_arguments(rank: int, world_size: int) -> None:
+    """Wrong arguments are refused alike, and the next call works."""
+    c = comm()
+    inputs = Inputs(7, world_size, (3,), 264, 4)
+    good = inputs.arguments(rank)
+    projection = inputs.projection
+    cases: tuple[tuple[int, Any, str], ...] = (
+        (4, good[4][:-1], "weight has shape"),
+        (4, good[4].double(), "weight"),
+        (3, projection._replace(fn=projection.fn[:-1]), "projection.fn has shape"),
+        (3, projection._replace(iterations=0), "projection.iterations=0"),
+        (5, -1.0, "eps=-1.0"),
+    )
+    for place, wrong, text in cases:
+        arguments = (*good[:place], wrong, *good[place + 1 :])
+        call = functools.partial(c.all_reduce_hyper_connection_input, *arguments)
+        assert text in message_of((ValueError, TypeError), call)
+        inputs.check(c, f"after {text}")
+    with pytest.raises(TypeError, match="HyperConnectionProjection"):
+        c.all_reduce_hyper_connection_input(*good[:3], tuple(projection), *good[4:])
