@@ -62,7 +62,8 @@ def test_modes_are_all_combinations() -> None:
         float32_residual=True,
         own_rows=True,
         slices=2,
-        streams=4,  # type: ignore[arg-type]
+        streams=4,
+        next_input=True,  # type: ignore[arg-type]
     )
     assert changed == [
         Mode(),
@@ -73,12 +74,15 @@ def test_modes_are_all_combinations() -> None:
         Mode("per_token", residual_sharded=True, own_rows=True),
         Mode(slices=2),
         Mode(streams=4),
+        Mode(streams=4, next_input=True),
     ]
-    assert [str(mode) for mode in changed[-3:]] == [
+    assert [str(mode) for mode in changed[-4:]] == [
         "per_token, sharded residual, own rows",
         "sharded norm of 2",
         "4 streams",
+        "4 streams, next input",
     ]
+    assert bench_modes.modes([], ["replicated"], next_input=True) == [Mode()]
     assert str(Mode("per_token", True, True)) == "per_token, with normed, sharded residual"
     assert str(Mode()) == ""
 

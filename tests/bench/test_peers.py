@@ -109,6 +109,12 @@ def test_two_peers_mix_four_streams() -> None:
     assert {"mhc_post", "mhc"} <= {name for name, _ in calls}
 
 
+def test_the_next_input_follows_a_peer() -> None:
+    records, _ = run(job(*ENGINES, modes=(Mode(streams=4, next_input=True),)))
+    assert [r["arm"] for r in records if not r["reason"]] == ["flashinfer+mix", "sglang"]
+    assert all(record["error"] == "" for record in records)
+
+
 def test_sglang_mixes_streams_of_one_width() -> None:
     records, _ = run(job("sglang", modes=(Mode(streams=4),), shapes=(Shape(5, 512),)))
     assert [record["reason"] for record in records] == ["no kernel for this mode"]

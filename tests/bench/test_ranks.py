@@ -114,6 +114,7 @@ def test_every_arm_is_right_with_other_residuals_and_sharded_norms() -> None:
         *(Mode(quant, True, own_rows=True) for quant in ("", "per_group:64:column_major")),
         Mode(slices=2),
         Mode(streams=4),
+        Mode(streams=3, next_input=True),
     ]
     records = run(job(*modes, shapes=(ODD,), products=(128,)))[0]
     for number, mode in enumerate(modes):
@@ -159,6 +160,39 @@ def test_one_wrong_bit_of_a_stream_is_found() -> None:
     right[4, 3, 100] += 1
     error = streams.describe_error(case, mode, right, 0, exact=False)
     assert error.startswith("streams: 1 of ")
+
+
+def test_one_wrong_bit_of_the_next_input_is_found() -> None:
+    mode = Mode(streams=4, next_input=True)
+    case = odd_case().of(mode)
+    mixed = reference.all_reduce_hyper_connection(
+        case.batches[0].xs, *streams.stream_inputs(case, mode, 0)
+    )
+    given = streams.input_arguments(case, mode, 0)
+    result = mixed, *allnorm.hyper_connection_input(mixed, **given)
+    assert streams.describe_input_error(case, mode, result, 0) == ""
+    assert "normed" in streams.describe_input_error(case, mode, result, 1)
+    connection = result[2]
+    connection.mix.view(torch.int32)[4, 3, 3] ^= 1
+    wrong = "mix of the next input differs from the reference"
+    assert streams.describe_input_error(case, mode, result, 0) == wrong
+    connection.mix.view(torch.int32)[4, 3, 3] ^= 1
+    result[1].view(torch.int16)[4, 100] ^= 1
+    assert "normed" in streams.describe_input_error(case, mode, result, 0)
+
+
+def test_the_next_input_of_many_tokens_is_sampled_on_cpu() -> None:
+    mode = Mode(streams=2, next_input=True)
+    case = make_case(Shape(100, 64), "float32", "rounded", CPU, 0, 2, seed=0).of(mode)
+    mixed = reference.all_reduce_hyper_connection(
+        case.batches[0].xs, *streams.stream_inputs(case, mode, 0)
+    )
+    given = streams.input_arguments(case, mode, 0)
+    result = mixed, *allnorm.hyper_connection_input(mixed, **given)
+    result[1][1] = 0.0
+    assert streams.describe_input_error(case, mode, result, 0) == ""
+    result[1][2] = 0.0
+    assert "normed" in streams.describe_input_error(case, mode, result, 0)
 
 
 def compiled_is_right(rank: int, world_size: int) -> list[str]:

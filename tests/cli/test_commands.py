@@ -179,6 +179,8 @@ def test_doctor(tmp_path: Path) -> None:
         (("bench", "--dtype", "int8"), "bfloat16"),
         (("bench", "--quant", "int8"), "per_group:128"),
         (("bench", "--residual", "split"), "replicated"),
+        (("bench", "--next-input"), "--streams"),
+        (("bench", "--layers", "llama-3.1-8b", "--next-input"), "--layers"),
         (("verify", "--tp", "two"), "integers"),
         (("verify", "--device", "tpu"), "cuda, cpu or auto"),
         (("verify", "--stress", "-1"), "--stress"),

@@ -18,14 +18,14 @@ import allnorm
 from allnorm.core.between import GroupExchange
 from allnorm.core.connection import Connection
 from allnorm.islands import of_size
-from allnorm.names import ALGORITHMS
+from allnorm.names import ALGORITHMS, NUMERICS
 from allnorm.testing import RankError, RankPool, run_ranks, same_bits
 from allnorm.verify import soak, threads
 from allnorm.verify.calls import Cases, algorithms
 from allnorm.verify.case import Case
 from allnorm.verify.context import Context, Job, Recorder
 from allnorm.verify.soak import Graph, make_tape
-from allnorm.verify.unlike_norms import connection_of, streams_of
+from allnorm.verify.unlike_norms import connection_of, next_input, streams_of
 
 Result = dict[str, Any]
 
@@ -238,6 +238,10 @@ def test_soaks_draw_slices_streams_own_rows_and_float32_residuals() -> None:
     assert {kind.streams for kind in streams} == {2, 3, 4, 8}
     assert {kind.algorithm for kind in streams} == {"auto", *ALGORITHMS}
     assert len({(kind.dtype, kind.float32_residual) for kind in streams}) == 6
+    inputs = [kind for kind in streams if kind.next_input]
+    assert 20 < len(inputs) < 60
+    assert {kind.streams for kind in inputs} == {2, 3, 4, 8}
+    assert {kind.numerics for kind in inputs} == set(NUMERICS)
 
 
 @on(cpu=(2,))
@@ -275,6 +279,15 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
     )
     assert same_bits(tapes[1].expected(kind)["residual_out"], mixed)
     assert not (mixed[:, 0] == mixed[:, 1]).all(1).any(), "two streams have an equal row"
+    kind = kind.but(next_input=True, float32_weight=True, weight_bias=0.5)
+    known = tapes[1].expected(kind)
+    assert same_bits(known["residual_out"], mixed)
+    made = next_input(
+        *(allnorm.hyper_connection_input, mixed, tapes[0].weight.float(), kind.eps),
+        weight_bias=0.5,
+    )
+    for name in ("normed", "post", "mix"):
+        assert same_bits(known[name], made[name]), name
     kind = Case((7, 512), dtype, quant=allnorm.Fp8PerGroup(128), numerics="vllm")
     known, rows = tapes[1].expected(kind), slice(11, 18)
     wanted = allnorm.reference.all_reduce_add_rms_norm_quant(

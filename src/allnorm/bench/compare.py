@@ -47,6 +47,7 @@ _KEY: dict[str, Any] = {
     "own_rows": False,
     "slices": 0,
     "streams": 0,
+    "next_input": False,
     "product": 0,
     "max_blocks": 0,
     "island_size": 0,

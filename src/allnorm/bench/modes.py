@@ -43,6 +43,8 @@ class Mode:
     # Residual streams of a call of `all_reduce_hyper_connection`, which takes the place of the
     # call; 0: none.
     streams: int = 0
+    # After a call of streams, `hyper_connection_input` makes the next layer's input of them.
+    next_input: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -59,6 +61,7 @@ class Mode:
         parts += [f"{self.experts} experts"] if self.experts else []
         parts += [f"sharded norm of {self.slices}"] if self.slices else []
         parts += [f"{self.streams} streams"] if self.streams else []
+        parts += ["next input"] if self.next_input else []
         return ", ".join(parts)
 
 
@@ -72,13 +75,15 @@ def modes(
     own_rows: bool = False,
     slices: int = 0,
     streams: int = 0,
+    next_input: bool = False,
 ) -> list[Mode]:
     """Returns all combinations of results and residuals; "none" means no quantization.
 
     `post_norm` adds a variant of each mode with a post norm, `experts` one with that many experts,
     `float32_residual` one with such a residual. `own_rows` adds one of each kind of results, with a
     sharded residual. `slices` adds a mode in which `rms_norm_sharded` norms that many tensors,
-    and `streams` one of `all_reduce_hyper_connection` with that many streams.
+    and `streams` one of `all_reduce_hyper_connection` with that many streams. `next_input` adds a
+    second mode of streams, in which the next layer's input follows.
 
     Raises:
         ValueError: a word is not a quantization spec, or allnorm rejects it.
@@ -99,7 +104,8 @@ def modes(
     if own_rows:
         found += [Mode(spec, True, bool(spec) and return_normed, own_rows=True) for spec in specs]
     found += [Mode(slices=slices)] if slices else []
-    return [*found, *([Mode(streams=streams)] if streams else [])]
+    found += [Mode(streams=streams)] if streams else []
+    return [*found, *([Mode(streams=streams, next_input=True)] if streams and next_input else [])]
 
 
 def quant_name(text: str) -> str:

@@ -1,6 +1,7 @@
 """Arms of `all_reduce_hyper_connection`, and what it replaces: an all-reduce, then a mixing kernel.
 
-The residual has `mode.streams` streams in the dtype of the partial sums.
+The residual has `mode.streams` streams in the dtype of the partial sums. With `mode.next_input`,
+every arm then makes the next layer's input from its streams, by `hyper_connection_input`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from allnorm.bench.case import Case
 from allnorm.bench.modes import Mode
 from allnorm.testing import copy_all, same_bits
 
+_CHUNK_ELEMS = 1 << 24  # elements of streams per call of the reference of the next input
+_CPU_TOKENS = 64  # of a call whose next input is checked on CPU, where the reference is slow
+
 
 def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> Arm | str:
     """Returns the arm with a name of `modes.arm_names`, or the reason why it cannot run.
@@ -35,8 +39,7 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
         def reduce_and_mix(index: int) -> Tensor:
             return mix(comm.all_reduce(case.xs[index]), *inputs[index])
 
-        check = _check(case, mode, exact=False)
-        return Arm(name, reduce_and_mix, no_outcome, check=check)
+        return _arm(case, mode, name, reduce_and_mix)
     if not name.startswith("allnorm"):
         return _after_collective(case, mode, name, inputs)
     algorithm = name.partition(":")[2] or "auto"
@@ -52,7 +55,7 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
     def call(index: int) -> Tensor:
         return comm.all_reduce_hyper_connection(case.xs[index], *inputs[index], algorithm=algorithm)
 
-    return Arm(name, call, no_outcome, check=_check(case, mode, exact=True))
+    return _arm(case, mode, name, call, exact=True)
 
 
 def _after_collective(case: Case, mode: Mode, name: str, inputs: list[Any]) -> Arm:
@@ -62,12 +65,7 @@ def _after_collective(case: Case, mode: Mode, name: str, inputs: list[Any]) -> A
         dist.all_reduce(copies[index])
         return mix(copies[index], *inputs[index])
 
-    return Arm(
-        *(name, call, no_outcome),
-        reset=partial(copy_all, copies, case.xs),
-        check=_check(case, mode, exact=False),
-        inputs=copies,
-    )
+    return _arm(case, mode, name, call, reset=partial(copy_all, copies, case.xs), inputs=copies)
 
 
 def stream_inputs(case: Case, mode: Mode, index: int) -> tuple[Tensor, allnorm.HyperConnection]:
@@ -130,9 +128,76 @@ def of_peer(case: Case, mode: Mode, name: str, run: Callable[..., Tensor]) -> Ar
     def call(index: int) -> Tensor:
         return run(index, *inputs[index])
 
-    return Arm(name, call, no_outcome, check=_check(case, mode, exact=False), foreign=True)
+    return _arm(case, mode, name, call, foreign=True)
 
 
-def _check(case: Case, mode: Mode, exact: bool) -> Callable[[Any, int], str]:
-    """Returns the check of an arm's results."""
-    return lambda result, index: describe_error(case, mode, result, index, exact)
+def _arm(
+    case: Case,
+    mode: Mode,
+    name: str,
+    make: Callable[[int], Tensor],
+    *,
+    exact: bool = False,
+    **more: Any,
+) -> Arm:
+    """Returns an arm of a call that returns new streams; the mode may add the next input."""
+    if not mode.next_input:
+        return Arm(
+            *(name, make, no_outcome),
+            check=lambda result, index: describe_error(case, mode, result, index, exact),
+            **more,
+        )
+    given = [input_arguments(case, mode, index) for index in range(len(case.batches))]
+
+    def call(index: int) -> NextInput:
+        streams = make(index)
+        return streams, *allnorm.hyper_connection_input(streams, **given[index])
+
+    def check(result: NextInput, index: int) -> str:
+        error = describe_error(case, mode, result[0], index, exact)
+        return error or describe_input_error(case, mode, result, index)
+
+    return Arm(name, call, no_outcome, check=check, **more)
+
+
+# ---- the next layer's input ----------------------------------------------------------------------
+
+
+NextInput = tuple[Tensor, Tensor, allnorm.HyperConnection]
+"""New streams, and the next layer's normed input and coefficients, made from them."""
+
+
+def input_arguments(case: Case, mode: Mode, index: int) -> dict[str, Any]:
+    """Returns the arguments of `hyper_connection_input` but the streams, the same on every rank."""
+    generator = torch.Generator().manual_seed(case.seed + index)
+    count, width = mode.streams * (mode.streams + 2), mode.streams * case.shape.hidden_size
+    fn, scale, base = (
+        torch.randn(shape, generator=generator).to(case.device)
+        for shape in ((count, width), (3,), (count,))
+    )
+    return {
+        "projection": allnorm.HyperConnectionProjection(fn / width**0.5, scale, base),
+        "weight": case.batches[index].weight,
+        "eps": case.shape.eps,
+        "weight_bias": case.shape.weight_bias,
+        "numerics": case.numerics,
+    }
+
+
+def describe_input_error(case: Case, mode: Mode, got: NextInput, index: int) -> str:
+    """Describes a next input that is not the reference's of the same streams; "" if it is.
+
+    Checks every token on GPUs; on CPU at most `_CPU_TOKENS`, which include the first one.
+    """
+    streams, normed, connection = got
+    given = input_arguments(case, mode, index)
+    step = 1 if streams.is_cuda else -(-len(streams) // _CPU_TOKENS)
+    tokens = torch.arange(0, len(streams), step, device=streams.device)
+    for rows in tokens.split(max(1, _CHUNK_ELEMS // streams[0].numel())):
+        wanted, others = reference.hyper_connection_input(streams[rows], **given)
+        for name, whole, right in zip(
+            ("normed", "post", "mix"), (normed, *connection), (wanted, *others), strict=True
+        ):
+            if not same_bits(whole[rows], right):
+                return f"{name} of the next input differs from the reference"
+    return ""

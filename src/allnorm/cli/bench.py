@@ -115,6 +115,13 @@ def bench(
             max=8,
         ),
     ] = 0,
+    next_input: Annotated[
+        bool,
+        work_option(
+            "With --streams: also time these calls with hyper_connection_input after each of them.",
+            "--next-input",
+        ),
+    ] = False,
     layers: Annotated[
         str,
         work_option(
@@ -188,6 +195,7 @@ def bench(
             "--own-rows": own_rows,
             "--sharded-norm": sharded_norm,
             "--streams": streams,
+            "--next-input": next_input,
             "--residual": residual_sharded or residual != "replicated",
             "--plot": plot,
             "--html": html,
@@ -199,12 +207,14 @@ def bench(
     residuals = "sharded" if residual_sharded else residual
     if streams == 1:
         raise typer.BadParameter("1 stream: expected 2 to 8, or 0", param_hint="--streams")
+    if next_input and not streams:
+        raise typer.BadParameter("goes only with --streams", param_hint="--next-input")
     if float32_residual and dtype == "float32":
         text = "with --dtype float32 every residual is float32: expected a 16-bit dtype"
         raise typer.BadParameter(text, param_hint="--float32-residual")
     modes = options.modes(
         *(quant, residuals, return_normed, post_norm, experts),
-        *(float32_residual, own_rows, sharded_norm, streams),
+        *(float32_residual, own_rows, sharded_norm, streams, next_input),
     )
     known = bench_modes.known_arms(where, modes, island_size)
     chosen = options.choices(arms, "--arms", known) if arms else known
@@ -375,6 +385,11 @@ def _explanation(job: Job) -> str:
             " Streams: all_reduce_hyper_connection of residuals with several streams. +mix: an "
             "all-reduce, then a kernel that mixes the streams (Triton; on CPU: PyTorch; for "
             "flashinfer+mix: FlashInfer's)."
+        )
+    if any(mode.next_input for mode in job.modes):
+        text += (
+            " Next input: after each call, hyper_connection_input makes the next layer's normed "
+            "input from the new streams, in all implementations; bit for bit."
         )
     if any(mode.own_rows for mode in job.modes):
         text += (

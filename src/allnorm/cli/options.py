@@ -114,13 +114,14 @@ def modes(
     own_rows: bool = False,
     slices: int = 0,
     streams: int = 0,
+    next_input: bool = False,
 ) -> list[Mode]:
     """Returns the modes that the lists `quant` and `residual` and the other options select."""
     residuals = choices(residual, "--residual", bench_modes.RESIDUALS)
     with of("--quant"):
         return bench_modes.modes(
             *(words(quant), residuals, return_normed, post_norm, experts),
-            *(float32_residual, own_rows, slices, streams),
+            *(float32_residual, own_rows, slices, streams, next_input),
         )
 
 

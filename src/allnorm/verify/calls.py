@@ -39,6 +39,8 @@ TOKENS = {
     "cuda": (1, 2, 3, 4, 7, 8, 16, 17, 33, 64, 130, 257, 512, 1024),
     "cpu": (1, 2, 3, 5, 8, 17, 40),
 }
+_INPUT_PRODUCTS = {"cuda": 1 << 24, "cpu": 1 << 19}
+"""Maximum products per token of a next layer's input, whose reference is slow on CPU."""
 BURST = 48
 """Number of calls that `run_cases` issues before it waits for any of them."""
 
@@ -347,15 +349,22 @@ class Cases:
         )
 
     def draw_streams(self) -> Case:
-        """Draws a call of `all_reduce_hyper_connection` with ordinary values."""
+        """Draws a call of `all_reduce_hyper_connection`, sometimes with the next layer's input."""
         case = self.draw()
+        streams = self._deal("streams", (2, 3, 4, 4, 8))
+        products = streams * (streams + 1) ** 2 * case.hidden_size
         return Case(
             case.shape,
             case.dtype,
+            float32_weight=case.float32_weight,
+            weight_bias=case.weight_bias,
+            eps=case.eps,
+            numerics=case.numerics,
             algorithm=self._deal("algorithm of streams", self._algorithms),
             float32_residual=self._rng.random() < 0.5,
             op="all_reduce_hyper_connection",
-            streams=self._deal("streams", (2, 3, 4, 4, 8)),
+            streams=streams,
+            next_input=self._rng.random() < 0.5 and products <= _INPUT_PRODUCTS[self._where.type],
             experts=self._rng.choice(EXPERTS) if self._rng.random() < 0.25 else None,
         )
 

@@ -28,6 +28,7 @@ from allnorm.verify.memory import USUAL, Memory, expression
 from allnorm.verify.unlike_norms import (
     expected_streams,
     mix_streams,
+    next_input,
     norm_slices,
     slice_sizes,
     squares_of,
@@ -37,7 +38,7 @@ VALUES = (*SPECIAL_KINDS, "sentinels", "finite_sentinels")
 """Values of `Case.kind` that select special numbers as inputs."""
 
 Results = dict[str, torch.Tensor]
-"""A call's results, keyed by: reduced, rows, normed, residual_out, quantized, scale."""
+"""A call's results, keyed by: reduced, rows, normed, residual_out, quantized, scale, post, mix."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Case:
     # makes of the residual, or "local": the norm of rank 0's rows, on one rank
     op: str = "norm"
     streams: int = 4  # number of residual streams of "all_reduce_hyper_connection"
+    next_input: bool = False  # whether `issue` then makes the next layer's input from the streams
     # Elements to overwrite, each as (tensor, index, number). Tensors are "weight", "residual", and
     # "x0" for the rows of rank 0.
     put: tuple[tuple[str, Any, float], ...] = ()
@@ -358,6 +360,8 @@ class Case:
         if self.op == "all_reduce_hyper_connection":
             out["in_place"] = in_place
         results = self.run_on(comm, x, residual, weight, **out)
+        if self.next_input:
+            results |= self._input(allnorm.hyper_connection_input, results["residual_out"], weight)
         if self.sharded and self.gather:
             shard = results["residual_out"]
             results["residual_out"] = comm.all_gather_rows(shard, self.num_tokens)
@@ -409,12 +413,20 @@ class Case:
             return {"reduced": reduced}
         arguments = self.norm_arguments(residual, weight)
         if self.op == "all_reduce_hyper_connection":
-            return self.named(expected_streams(reduced, arguments["residual"], self.streams))
+            mixed = expected_streams(reduced, arguments["residual"], self.streams)
+            make = reference.hyper_connection_input
+            return self.named(mixed) | (self._input(make, mixed, weight) if self.next_input else {})
         if self.quant is None:
             return self.named(reference.add_rms_norm(reduced, **arguments))
         return self.named(
             reference.add_rms_norm_quant(reduced, quant=self.quant, return_normed=True, **arguments)
         )
+
+    def _input(
+        self, make: Callable[..., Any], streams: torch.Tensor, weight: torch.Tensor
+    ) -> Results:
+        options = {"weight_bias": self.weight_bias, "numerics": self.numerics}
+        return next_input(make, streams, weight, self.eps, **options)
 
     def expected_slices(
         self, x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, world_size: int
@@ -442,7 +454,8 @@ class Case:
             return (self.op, self.numerics, bias, self.float32_weight, self.eps)
         wide = self.residual and self.float32_residual
         if self.op == "all_reduce_hyper_connection":
-            return (self.op, self.streams, wide)
+            norm = (self.numerics, bias, self.float32_weight, self.eps) if self.next_input else ()
+            return (self.op, self.streams, wide, *norm)
         options = (self.numerics, bias, self.float32_weight, self.residual, wide, self.eps)
         return (*options, quant, self.post_norm, self.scale, self.second_norm)
 

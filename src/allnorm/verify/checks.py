@@ -22,7 +22,7 @@ from allnorm.verify.case import Case, Results, with_padding
 from allnorm.verify.context import Check, Context, Recorder
 from allnorm.verify.corners import CORNERS
 from allnorm.verify.slices import sharded_norm
-from allnorm.verify.streams import hyper_connection
+from allnorm.verify.streams import hyper_connection, stream_input
 
 HIDDEN_SIZES = (2880, 2944, 5760, 120, 4096, 7168, 8192, 16384, 1001)
 TOKENS = (0, 1, 2, 3, 16, 17, 64, 129, 257, 1024)
@@ -275,6 +275,7 @@ CHECKS: dict[str, Check] = {
     **{name: functools.partial(corners, name) for name in _OF_THE_TABLE},
     "rows over ranks": sharded_norm,
     "residual streams": hyper_connection,
+    "input from streams": stream_input,
     "two communicators": two_communicators,
 }
 GPU_CHECKS: dict[str, Check] = {

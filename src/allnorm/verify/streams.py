@@ -1,4 +1,7 @@
-"""The check of all_reduce_hyper_connection: the reduced sum enters several residual streams."""
+"""The checks of hyper-connections: several residual streams, which the reduced sum enters.
+
+One check is of all_reduce_hyper_connection, the other of the next layer's input.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ import torch
 
 import allnorm
 from allnorm import reference
+from allnorm.names import NUMERICS
 from allnorm.testing import DTYPES
-from allnorm.verify.calls import EXPERTS
+from allnorm.verify.calls import EPS, EXPERTS
 from allnorm.verify.case import Case
 from allnorm.verify.context import Context, Recorder
 
 _SIZES = (4096, 2880, 120, 1001)
 _TOKENS = (0, 1, 3, 17, 131)
 _STREAMS = (2, 3, 4, 8)
+_INPUT_SIZES = (120, 2880)
+_INPUT_TOKENS = 17
+_INPUT_ROWS = (slice(0, 0), slice(0, 1), slice(16, 17), slice(0, 17))  # of a call
+_INPUT_ELEMS = 16_384  # elements of a token, above which not all dtypes are checked
 # Values that make products and sums zero, denormal, infinite or NaN.
 _VALUES = (-0.0, 1e-40, 3e38, float("inf"), float("nan"))
 
@@ -68,3 +76,54 @@ def _inputs(
             x if e is None else e(case, r) for r, (e, x) in enumerate(zip(drawn, xs, strict=True))
         ]
     return xs, residual.to(kind).to(device), connection
+
+
+def stream_input(context: Context, recorder: Recorder) -> None:
+    """Checks hyper_connection_input on every rank, with ordinary and special values."""
+    for streams, size in itertools.product(_STREAMS, _INPUT_SIZES):
+        kinds = [*((kind, kind) for kind in DTYPES.values()), (torch.float32, torch.bfloat16)]
+        if streams * size > _INPUT_ELEMS:
+            kinds = [context.rng.choice(kinds)]  # the reference is slow
+        for kind, weight_kind in kinds:
+            given, projection, weight = _input_arguments(context, streams, size, kind, weight_kind)
+            options: dict[str, Any] = {
+                "eps": EPS,
+                "weight_bias": context.rng.choice((0.0, 1.0)),
+                "numerics": context.rng.choice(NUMERICS),
+            }
+            wanted = _parts(reference.hyper_connection_input(given, projection, weight, **options))
+            for rows in _INPUT_ROWS:
+                got = allnorm.hyper_connection_input(given[rows], projection, weight, **options)
+                text = f"tokens {rows.start}..{rows.stop} of {_INPUT_TOKENS}x{streams}x{size}, "
+                text += f"{kind}, weight {weight_kind}, {options}"
+                parts = [part[rows] for part in wanted]
+                names = ("normed", "post", "mix")
+                recorder.compare(text, _parts(got), parts, names, digest=False)
+
+
+def _parts(result: tuple[torch.Tensor, allnorm.HyperConnection]) -> list[torch.Tensor]:
+    """Returns the normed input and the coefficients in one list."""
+    normed, connection = result
+    return [normed, *connection]
+
+
+def _input_arguments(
+    context: Context, streams: int, size: int, kind: torch.dtype, weight_kind: torch.dtype
+) -> tuple[torch.Tensor, allnorm.HyperConnectionProjection, torch.Tensor]:
+    """Returns streams, a projection and a weight, equal on every rank.
+
+    Each of the first tokens has a special value in all or some elements of every stream.
+    """
+    generator = torch.Generator().manual_seed(context.rng.randrange(1 << 31))
+    count, width = streams * (streams + 2), streams * size
+    given = torch.randn(_INPUT_TOKENS, streams, size, generator=generator)
+    values = context.rng.sample(_VALUES, len(_VALUES))
+    for token, value in zip(given, values, strict=False):
+        token[:, :: context.rng.choice((1, 7, size))] = value
+    device = context.comm.device
+    fn, scale, base, weight = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((count, width), (3,), (count,), (size,))
+    )
+    projection = allnorm.HyperConnectionProjection(fn / width**0.5, scale, base)
+    return given.to(kind).to(device), projection, (1 + weight / 8).to(weight_kind)

@@ -6,6 +6,10 @@ so that a result from a wrong row differs.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 import allnorm
@@ -86,3 +90,29 @@ def expected_streams(reduced: torch.Tensor, residual: torch.Tensor, streams: int
     """Returns the reference's result of `mix_streams`; `reduced` is the sum over the ranks."""
     given, connection = streams_of(residual, streams), connection_of(residual, streams)
     return reference.all_reduce_hyper_connection([reduced], given, connection)
+
+
+@functools.cache  # also because captured calls keep using its memory
+def _projection(
+    streams: int, hidden_size: int, device: torch.device
+) -> allnorm.HyperConnectionProjection:
+    count, width = streams * (streams + 2), streams * hidden_size
+    generator = torch.Generator().manual_seed(count * width)
+    fn, scale, base = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((count, width), (3,), (count,))
+    )
+    return allnorm.HyperConnectionProjection(fn / width**0.5, scale, base)
+
+
+def next_input(
+    make: Callable[..., Any], streams: torch.Tensor, *norm: Any, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Returns the next layer's normed input and coefficients by name.
+
+    `make` is `hyper_connection_input` of allnorm or of the reference. `norm` and `options` are its
+    arguments after the projection.
+    """
+    projection = _projection(*streams.shape[-2:], streams.device)
+    normed, connection = make(streams, projection, *norm, **options)
+    return {"normed": normed, "post": connection.post, "mix": connection.mix}
