@@ -90,7 +90,8 @@ def test_many_shapes_in_one_launch(rank: int, world_size: int) -> None:
     for seed, (width, streams) in enumerate(itertools.product(widths, (2, 3, 4))):
         tokens = (1, 2, 3, 8, 13, 14, 15, 30, 64, 70)[seed % 10] if device().type != "cpu" else 3
         inputs = Inputs(seed, world_size, (tokens,), width, streams, dtype=DTYPES[1 + seed % 2])
-        inputs.check(c, f"{tokens} tokens of {streams} x {width}", algorithm="one_shot")
+        algorithm = "one_shot" if width <= 16_384 else "auto"  # no cluster holds such rows
+        inputs.check(c, f"{tokens} tokens of {streams} x {width}", algorithm=algorithm)
 
 
 @on(cpu=(2,), gpu=(2,))
@@ -153,6 +154,7 @@ def test_graphs(rank: int, world_size: int) -> None:
     for tokens in (1, 4, 40):
         inputs = Inputs(tokens, world_size, (tokens,), 4096, 4)
         streams, wanted = inputs.wanted(c)
+        inputs.check(c, "a call before the capture")
         with capture() as graph:
             results = c.all_reduce_hyper_connection_input(*inputs.arguments(rank))
             again = c.all_reduce_hyper_connection_input(*inputs.arguments(rank))
