@@ -13,7 +13,7 @@ from allnorm.core.call import CallWithInput, Runner
 from allnorm.core.shards import row_shard
 from allnorm.core.shortcuts import is_traced
 from allnorm.core.slices import Slices
-from allnorm.core.stream_input import NextInput, hyper_connection_input
+from allnorm.core.stream_input import NextInput
 from allnorm.expert_sum import ExpertSum
 from allnorm.hyper_connection import HyperConnection, HyperConnectionProjection
 from allnorm.post_norm import PostNorm
@@ -447,26 +447,20 @@ class Calls(abc.ABC):
         under torch.compile. It does not synchronize. Results have no gradient.
         """
         numerics = self.numerics if numerics is None else numerics
-        if is_traced(x):
-            streams = self.all_reduce_hyper_connection(
-                x, residual, connection, algorithm=algorithm, residual_out=residual_out
-            )
-            made = hyper_connection_input(
-                *(streams, projection, weight, eps), weight_bias=weight_bias, numerics=numerics
-            )
-            return made[0], streams, made[1]
+        fields: dict[str, Any] = {
+            "op": "all_reduce_hyper_connection",
+            "source": x,
+            "residual": residual,
+            "algorithm": algorithm,
+            "residual_out": residual_out,
+            "connection": connection,
+        }
+        runner = self._runner(x)
         following = NextInput(projection, weight, eps, weight_bias, numerics)
-        streams = self._runner(x).run(
-            CallWithInput(
-                op="all_reduce_hyper_connection",
-                source=x,
-                residual=residual,
-                algorithm=algorithm,
-                residual_out=residual_out,
-                connection=connection,
-                next_input=following,
-            )
-        )
+        if is_traced(x):
+            streams = runner.call(**fields)
+        else:
+            streams = runner.run(CallWithInput(**fields, next_input=following))
         normed, next_connection = following.results(streams)
         return normed, streams, next_connection
 

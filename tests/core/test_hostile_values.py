@@ -41,6 +41,8 @@ NAMES = (
     *("add_rms_norm", "add_rms_norm_quant", "Communicator.rms_norm_sharded", "rms_norm_sharded"),
     *("HyperConnection", "Communicator.all_reduce_hyper_connection", "all_reduce_hyper_connection"),
     *("HyperConnectionProjection", "hyper_connection_input"),
+    "Communicator.all_reduce_hyper_connection_input",
+    "all_reduce_hyper_connection_input",
 )
 
 
@@ -134,6 +136,8 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
         "row_shard": {"num_tokens": ROWS},
         "rms_norm_sharded": {"tensors": [x], "weights": [weight], "eps": 1e-6},
         "all_reduce_hyper_connection": streams,
+        "all_reduce_hyper_connection_input": streams
+        | {name: value for name, value in inputs.items() if name != "streams"},
         "add_rms_norm": norm,
         "add_rms_norm_quant": norm,
         "hyper_connection_input": inputs,
