@@ -432,7 +432,7 @@ int32_t launch_streams_input(const Device& device, const AllnormCall& call,
   *launched = false;
   params->input = stream_input_params(input, device.num_sms);
   if (call.algorithm != ALLNORM_ONE_SHOT || call.cluster_size != 0 || sums_experts(call) ||
-      has_float32_residual(call) || !device.has_clusters ||
+      element_bytes(call.dtype) != 2 || has_float32_residual(call) || !device.has_clusters ||
       !has_aligned_rows(input, params->input)) {
     return ALLNORM_OK;
   }

@@ -137,7 +137,9 @@ TEST(one_launch_or_two) {
   check(kinds_of(scene.rank, Both(16), "two tokens per cluster", &blocks) == one, "16 tokens");
   check(!kHasClusters || blocks == 72, "16 tokens: %u blocks", blocks);
   const auto has_two = [&](const Both& both, const Kinds& wanted, const char* what) {
-    check(kinds_of(scene.rank, both, what) == wanted, "%s is not two launches", what);
+    const Kinds kinds = kinds_of(scene.rank, both, what);
+    check(kinds == wanted, "%s: %zu launches, the first of kind %d", what, kinds.size(),
+          kinds.empty() ? -1 : static_cast<int>(kinds[0]));
   };
   has_two(Both(1, 5), {kStreamsOneShot, kLocalInput}, "five streams");
   has_two(Both(1, 4, 1024, ALLNORM_FLOAT32), two, "float32");
@@ -168,7 +170,12 @@ TEST(wrong_inputs_of_calls) {
     void (*change)(Both& both);
   };
   static const Wrong kWrong[] = {
-      {"op is", [](Both& both) { both.call.op = ALLNORM_ALL_REDUCE; }},
+      {"op is 0",
+       [](Both& both) {
+         both.call.op = ALLNORM_ALL_REDUCE;
+         both.call.out = Rank::tensor(12);
+         both.call.out_stride = 1024;
+       }},
       {"num_tokens of the input is 2", [](Both& both) { both.input.num_tokens = 2; }},
       {"hidden_size of the input is 8", [](Both& both) { both.input.hidden_size = 8; }},
       {"num_streams of the input is 3", [](Both& both) { both.input.num_streams = 3; }},
