@@ -224,7 +224,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
 
 
 @on(cpu=(2,))
-@pytest.mark.parametrize("first", [0, 15])
+@pytest.mark.parametrize("first", [0, pytest.param(15, marks=pytest.mark.long)])
 def test_random_graphs(pool: RankPool, first: int) -> None:
     check_programs(pool, __name__, range(first, first + 15), fused=5, missed=5)
 

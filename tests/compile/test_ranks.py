@@ -232,7 +232,7 @@ def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
-@pytest.mark.parametrize("looks", [0, 1])
+@pytest.mark.parametrize("looks", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_rank_reads_the_reduced_tensor_under_inductor(
     tmp_path: pathlib.Path, given: bool, looks: int
 ) -> None:
@@ -242,7 +242,10 @@ def test_one_rank_reads_the_reduced_tensor_under_inductor(
     assert run_ranks(in_inductor, 2, args=(str(tmp_path), given, None)) == [(1, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("lost", ["code", "all", "word"])
+PARTS = ("code", "word")
+
+
+@pytest.mark.parametrize("lost", ["all", *(pytest.param(x, marks=pytest.mark.long) for x in PARTS)])
 def test_one_rank_has_lost_its_cache(tmp_path: pathlib.Path, lost: str) -> None:
     run = functools.partial(run_ranks, in_inductor, 2, args=(str(tmp_path), True, None))
     assert run() == [(1, 1), (1, 1)]

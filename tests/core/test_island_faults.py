@@ -168,7 +168,11 @@ def stops_within_waits(
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize(
     ("islands", "algorithm"),
-    [(((0, 1), (2, 3), (4, 5)), "auto"), (((0, 1, 2), (3, 4, 5)), "auto"), ("auto", "unfused")],
+    [
+        (((0, 1), (2, 3), (4, 5)), "auto"),
+        pytest.param(((0, 1, 2), (3, 4, 5)), "auto", marks=pytest.mark.long),
+        ("auto", "unfused"),
+    ],
     ids=["pairs", "triples", "unfused"],
 )
 def test_a_rank_that_stops_within_any_wait_is_named_by_all(

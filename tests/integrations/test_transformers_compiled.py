@@ -51,8 +51,14 @@ def static_cache(model: Any) -> Any:
     return StaticCache(config=model.config, max_cache_len=32)
 
 
+MORE_FAMILIES = ("gemma2", "granite", "gpt_oss")
+
+
 @on(cpu=(2,))
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(each, marks=pytest.mark.long) for each in MORE_FAMILIES)],
+)
 @torch.no_grad()
 def test_toggling_never_runs_a_stale_graph(
     rank: int, world_size: int, tmp_path: pathlib.Path, family: str
