@@ -94,8 +94,8 @@ class StreamsInput : ClusterInput<T, T> {
     ALLNORM_FAULT(mixed_early, , __syncthreads());
     exchange.advance();
     if (warp_ < slots()) this->template load_factors<kEarly, kHeldCoefficients>(warp_, factors);
-    mix_and_project(factors);
     segments_.join();
+    mix_and_project(factors);
     // barrier: the sums of all slots, and the new streams, are written.
     ALLNORM_FAULT(slots_added_before_mixed, , __syncthreads());
     send_sums();
