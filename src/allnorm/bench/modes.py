@@ -165,6 +165,7 @@ def quant_of(text: str, device: torch.device | str = "cpu") -> Quant | None:
 
 
 # The steps of a hierarchical call: launch A, the exchange between islands, launch B.
+INPUT_APART = "allnorm+input"
 PARTS = ("islands:sums", "islands:exchange", "islands:rest")
 
 RESIDUAL16 = "allnorm-residual16"
@@ -192,6 +193,7 @@ def arm_names(device: str, mode: Mode, island_size: int = 0) -> list[str]:
     fused += [RESIDUAL16] if mode.float32_residual else []
     fused += [GATHERED] if mode.own_rows else []
     if mode.streams:
+        fused += [INPUT_APART] if mode.next_input else []
         return [*(name for name in fused if name not in PARTS), "allnorm+mix", f"{library}+mix"]
     if not mode.is_plain:
         if mode.residual_sharded:

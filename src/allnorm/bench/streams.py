@@ -1,7 +1,8 @@
 """Arms of `all_reduce_hyper_connection`, and what it replaces: an all-reduce, then a mixing kernel.
 
 The residual has `mode.streams` streams in the dtype of the partial sums. With `mode.next_input`,
-every arm then makes the next layer's input from its streams, by `hyper_connection_input`.
+every arm also makes the next layer's input from its streams: arms of allnorm in one call,
+`all_reduce_hyper_connection_input`, all others by `hyper_connection_input`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from allnorm import reference
 from allnorm.bench import bounds
 from allnorm.bench.arms import Arm, no_outcome
 from allnorm.bench.case import Case
-from allnorm.bench.modes import Mode
+from allnorm.bench.modes import INPUT_APART, Mode
 from allnorm.testing import copy_all, same_bits
 
 _CHUNK_ELEMS = 1 << 24  # elements of streams per call of the reference of the next input
@@ -32,6 +33,7 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
     - "allnorm", "allnorm:one_shot", "allnorm:unfused", ...: as for other modes.
     - "allnorm+mix": allnorm's all-reduce, then a mixing kernel (Triton; on CPU PyTorch).
     - "nccl+mix": NCCL's all-reduce, then that kernel.
+    - "allnorm+input": with the next input, which is then a call of its own.
     """
     inputs = [stream_inputs(case, mode, index) for index in range(len(case.batches))]
     if name == "allnorm+mix":
@@ -55,7 +57,17 @@ def make_arm(comm: allnorm.Communicator, case: Case, mode: Mode, name: str) -> A
     def call(index: int) -> Tensor:
         return comm.all_reduce_hyper_connection(case.xs[index], *inputs[index], algorithm=algorithm)
 
-    return _arm(case, mode, name, call, exact=True)
+    if not mode.next_input or name == INPUT_APART:
+        return _arm(case, mode, name, call, exact=True)
+    given = [input_arguments(case, mode, index) for index in range(len(case.batches))]
+
+    def call_with_input(index: int) -> NextInput:
+        normed, streams, connection = comm.all_reduce_hyper_connection_input(
+            case.xs[index], *inputs[index], algorithm=algorithm, **given[index]
+        )
+        return streams, normed, connection
+
+    return _arm_with_input(case, mode, name, call_with_input, exact=True)
 
 
 def _after_collective(case: Case, mode: Mode, name: str, inputs: list[Any]) -> Arm:
@@ -152,6 +164,20 @@ def _arm(
     def call(index: int) -> NextInput:
         streams = make(index)
         return streams, *allnorm.hyper_connection_input(streams, **given[index])
+
+    return _arm_with_input(case, mode, name, call, exact=exact, **more)
+
+
+def _arm_with_input(
+    case: Case,
+    mode: Mode,
+    name: str,
+    call: Callable[[int], NextInput],
+    *,
+    exact: bool = False,
+    **more: Any,
+) -> Arm:
+    """Returns an arm of a call that returns new streams and the next input."""
 
     def check(result: NextInput, index: int) -> str:
         error = describe_error(case, mode, result[0], index, exact)

@@ -388,8 +388,9 @@ def _explanation(job: Job) -> str:
         )
     if any(mode.next_input for mode in job.modes):
         text += (
-            " Next input: after each call, hyper_connection_input makes the next layer's normed "
-            "input from the new streams, in all implementations; bit for bit."
+            " Next input: each implementation also makes the next layer's normed input, bit for "
+            "bit: allnorm by all_reduce_hyper_connection_input, all others and allnorm+input by "
+            "hyper_connection_input after the call."
         )
     if any(mode.own_rows for mode in job.modes):
         text += (
