@@ -1,7 +1,7 @@
 // Tests the kernel that mixes residual streams and makes the next layer's input in one launch, on
-// simulated GPUs (tests/shim), bit for bit against the numerics page: 2 to 8 ranks, of which some
-// make the call without an input, both 16-bit dtypes, 2 to 4 streams, several tokens per cluster,
-// and segments without a chunk.
+// simulated GPUs (tests/shim), bit for bit against the numerics page. Covers 2 to 8 ranks, some of
+// which make the call without an input, both 16-bit dtypes, 2 to 4 streams, several tokens per
+// cluster, and segments without a chunk.
 #include <utility>
 #include <vector>
 
