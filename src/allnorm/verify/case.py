@@ -103,7 +103,7 @@ class Case:
     # makes of the residual, or "local": the norm of rank 0's rows, on one rank
     op: str = "norm"
     streams: int = 4  # number of residual streams of "all_reduce_hyper_connection"
-    next_input: bool = False  # whether `issue` then makes the next layer's input from the streams
+    next_input: bool = False  # whether `issue` also makes the next layer's input, in the same call
     # Elements to overwrite, each as (tensor, index, number). Tensors are "weight", "residual", and
     # "x0" for the rows of rank 0.
     put: tuple[tuple[str, Any, float], ...] = ()
@@ -359,9 +359,10 @@ class Case:
             out["residual_out"] = self.own_rows(comm, residual) if self.sharded else residual
         if self.op == "all_reduce_hyper_connection":
             out["in_place"] = in_place
-        results = self.run_on(comm, x, residual, weight, **out)
         if self.next_input:
-            results |= self._input(allnorm.hyper_connection_input, results["residual_out"], weight)
+            rounding = {"weight_bias": self.weight_bias, "numerics": self.numerics}
+            out["next_norm"] = {"weight": weight, "eps": self.eps, **rounding}
+        results = self.run_on(comm, x, residual, weight, **out)
         if self.sharded and self.gather:
             shard = results["residual_out"]
             results["residual_out"] = comm.all_gather_rows(shard, self.num_tokens)
@@ -414,19 +415,16 @@ class Case:
         arguments = self.norm_arguments(residual, weight)
         if self.op == "all_reduce_hyper_connection":
             mixed = expected_streams(reduced, arguments["residual"], self.streams)
-            make = reference.hyper_connection_input
-            return self.named(mixed) | (self._input(make, mixed, weight) if self.next_input else {})
+            return self.named(mixed) | (self._input(mixed, weight) if self.next_input else {})
         if self.quant is None:
             return self.named(reference.add_rms_norm(reduced, **arguments))
         return self.named(
             reference.add_rms_norm_quant(reduced, quant=self.quant, return_normed=True, **arguments)
         )
 
-    def _input(
-        self, make: Callable[..., Any], streams: torch.Tensor, weight: torch.Tensor
-    ) -> Results:
+    def _input(self, streams: torch.Tensor, weight: torch.Tensor) -> Results:
         options = {"weight_bias": self.weight_bias, "numerics": self.numerics}
-        return next_input(make, streams, weight, self.eps, **options)
+        return next_input(reference.hyper_connection_input, streams, weight, self.eps, **options)
 
     def expected_slices(
         self, x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, world_size: int
@@ -464,7 +462,7 @@ class Case:
         if self.op == "rms_norm_sharded":
             return {"normed": result}
         if self.op == "all_reduce_hyper_connection":
-            return {"residual_out": result}
+            return result if isinstance(result, dict) else {"residual_out": result}
         if self.op != "norm":
             return {"reduced" if self.op == "all_reduce" else "rows": result}
         if self.quant is None:

@@ -73,17 +73,27 @@ def mix_streams(
     algorithm: str,
     in_place: bool = False,
     residual_out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    next_norm: dict[str, Any] | None = None,
+) -> Any:
     """Runs `all_reduce_hyper_connection` of the streams that `residual` describes.
 
-    With `in_place`, the result overwrites the streams.
+    With `in_place`, the result overwrites the streams. With `next_norm`, the arguments of a norm,
+    runs `all_reduce_hyper_connection_input`, and returns all its results by name.
     """
     given, connection = streams_of(residual, streams), connection_of(residual, streams)
-    return comm.all_reduce_hyper_connection(
-        *(x, given, connection),
+    out = given if in_place else residual_out
+    if next_norm is None:
+        return comm.all_reduce_hyper_connection(
+            *(x, given, connection), algorithm=algorithm, residual_out=out
+        )
+    projection = _projection(streams, residual.shape[-1], residual.device)
+    normed, mixed, made = comm.all_reduce_hyper_connection_input(
+        *(x, given, connection, projection),
+        **next_norm,
         algorithm=algorithm,
-        residual_out=given if in_place else residual_out,
+        residual_out=out,
     )
+    return {"residual_out": mixed, "normed": normed, "post": made.post, "mix": made.mix}
 
 
 def expected_streams(reduced: torch.Tensor, residual: torch.Tensor, streams: int) -> torch.Tensor:
