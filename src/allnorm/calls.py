@@ -423,7 +423,8 @@ class Calls(abc.ABC):
 
         On NVIDIA GPUs from compute capability 9.0 on, it is one launch for up to about 64 tokens of
         2 to 4 streams in the 16-bit dtype of `x`, if `x` is no ExpertSum and "one_shot" is chosen.
-        Otherwise, and while it is traced (torch.compile), it is two.
+        Otherwise it is two, and also while it is traced (torch.compile) and in repeated eager
+        calls, which are limited by the CPU. Use CUDA graphs for few tokens.
 
         Args:
             x: this rank's partial sum, as for `all_reduce_hyper_connection`.
@@ -457,7 +458,7 @@ class Calls(abc.ABC):
         }
         runner = self._runner(x)
         following = NextInput(projection, weight, eps, weight_bias, numerics)
-        if is_traced(x):
+        if is_traced(x) or not following.joins(runner.with_input, residual):
             streams = runner.call(**fields)
         else:
             streams = runner.run(CallWithInput(**fields, next_input=following))

@@ -294,6 +294,8 @@ def _method(kind: Callable[_Fields, Call]) -> Callable[Concatenate[Any, _Fields]
 class Runner(abc.ABC):
     """Runs calls of a communicator, or of one rank alone."""
 
+    with_input: set[Any]  # only of a Dispatcher
+
     call = _method(Call)
     """Runs the Call with these fields; returns its results, one tensor or a tuple.
 

@@ -100,6 +100,7 @@ class Dispatcher(Runner):
     ) -> None:
         self._target = target
         self._prepared: dict[Any, PreparedCall] = {}
+        self.with_input: set[Any] = set()  # geometries for NextInput.joins()
         # csrc/python must not hold `self`, because the garbage collector cannot see its references.
         myself = weakref.ref(self)
 

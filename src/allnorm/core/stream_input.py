@@ -20,6 +20,7 @@ from allnorm.hyper_connection import HyperConnection, HyperConnectionProjection
 from allnorm.names import NUMERICS, check_choice
 
 _MOST_ITERATIONS = 1000
+_MOST_GEOMETRIES = 4096  # kept per communicator, for NextInput.joins()
 
 
 def hyper_connection_input(
@@ -217,6 +218,31 @@ class NextInput:
         self._rounding = weight_bias, numerics
         self._prepared: Prepared | None = None
         self._is_made = False
+
+    @staticmethod
+    def joins(known: set[Any], residual: Tensor) -> bool:
+        """Returns whether a call should make its input too, and not leave it to a call of its own.
+
+        It should in a capture, and once per geometry before, which loads the kernel of both:
+        captures do not load kernels. Other calls are limited by the CPU. There two calls take half
+        the time, because csrc/python repeats the first one.
+
+        Args:
+            known: geometries of earlier calls of the same communicator; updated.
+            residual: the call's residual.
+        """
+        try:
+            if residual.is_cuda and torch.cuda.is_current_stream_capturing():
+                return True
+            key = residual.shape, residual.dtype
+            is_new = key not in known
+            if is_new:
+                if len(known) >= _MOST_GEOMETRIES:
+                    known.clear()
+                known.add(key)
+        except (AttributeError, TypeError, RuntimeError):
+            return True  # a wrong argument, which the call reports
+        return is_new
 
     def prepare(self, streams: Tensor) -> None:
         """Prepares the input of streams that the call will make in this memory."""
