@@ -1,4 +1,4 @@
-// Checks an AllnormStreamInput: its numbers, and the memory of its tensors.
+// Checks an AllnormStreamInput: its numbers, the memory of its tensors, and the call before it.
 #include <array>
 #include <cstdint>
 #include <tuple>
@@ -103,6 +103,36 @@ int32_t check_stream_input(const AllnormStreamInput* input) {
   }
   if (const int32_t status = check_numbers(*input)) return status;
   return input->num_tokens == 0 ? ALLNORM_OK : check_tensors(*input);
+}
+
+int32_t check_run_with_input(const AllnormCommConfig* config, const AllnormCall* call,
+                             const AllnormStreamInput* input) {
+  if (const int32_t status = check_run(config, call)) return status;
+  if (!mixes_streams(*call)) return invalid("op", call->op, "HYPER_CONNECTION (5) with an input");
+  if (const int32_t status = check_stream_input(input)) return status;
+  for (const auto& [name, given, expected] :
+       {std::tuple("num_tokens", input->num_tokens, call->num_tokens),
+        {"hidden_size", input->hidden_size, call->hidden_size},
+        {"num_streams", input->num_streams, call->num_streams},
+        {"stream_dtype", input->stream_dtype, residual_dtype(*call)},
+        {"token_stride", input->token_stride,
+         call->num_tokens > 1 ? call->residual_out_stride : input->token_stride},
+        {"stream_stride", input->stream_stride, call->stream_out_stride}}) {
+    if (given == expected) continue;
+    return fail(ALLNORM_INVALID_ARGUMENT,
+                "%s of the input is %lld; expected %lld, as in the call that makes its streams",
+                name, static_cast<long long>(given), static_cast<long long>(expected));
+  }
+  if (input->cuda_stream != call->stream) {
+    return fail(ALLNORM_INVALID_ARGUMENT, "cuda_stream is %p; expected the call's stream, %p",
+                input->cuda_stream, call->stream);
+  }
+  if (call->num_tokens == 0) return ALLNORM_OK;
+  if (input->streams != call->residual_out) {
+    return fail(ALLNORM_INVALID_ARGUMENT, "streams is %p; expected residual_out of the call, %p",
+                input->streams, call->residual_out);
+  }
+  return check_stream_memory(*call, 1, input);
 }
 
 }  // namespace allnorm
