@@ -112,20 +112,14 @@ class SegmentSums {
 
   // Sends this block's sum `c` of a token to the token's block.
   __device__ __forceinline__ void send(int batch, int token, int c, float sum) const {
-    const auto buffer = static_cast<uint32_t>(batch) % kBuffers;
-    const SharedAddress there =
-        in_block_of_cluster(shared_, static_cast<uint32_t>(token % kSegments));
-    store_async_cluster(there + place(buffer, token / kSegments, cluster_rank(), c),
-                        there + arrived(buffer), sum);
+    send_to(static_cast<uint32_t>(token % kSegments), static_cast<uint32_t>(batch) % kBuffers,
+            token / kSegments, c, sum);
   }
 
   // Sends this block's sum `c` of a token to all blocks of the cluster.
   __device__ __forceinline__ void send_to_all(int token, int c, float sum) const {
 #pragma unroll
-    for (uint32_t rank = 0; rank < kSegments; ++rank) {
-      const SharedAddress there = in_block_of_cluster(shared_, rank);
-      store_async_cluster(there + place(0, token, cluster_rank(), c), there + arrived(0), sum);
-    }
+    for (uint32_t rank = 0; rank < kSegments; ++rank) send_to(rank, 0, token, c, sum);
   }
 
   // Waits for `count` sums of every segment for each of this block's `tokens` tokens. Bounded: all
@@ -147,8 +141,7 @@ class SegmentSums {
     if (count > 0) expect_bytes(shared_ + kSquared, static_cast<uint32_t>(count) * kValueBytes);
   }
   __device__ __forceinline__ void send_square(float* to, float square) const {
-    store_async_cluster(in_block_of_cluster(shared_address(to), cluster_rank()),
-                        in_block_of_cluster(shared_ + kSquared, cluster_rank()), square);
+    send_square_to(cluster_rank(), to, square);
   }
   __device__ __forceinline__ void send_square_to(uint32_t rank, float* to, float square) const {
     store_async_cluster(in_block_of_cluster(shared_address(to), rank),
@@ -181,6 +174,14 @@ class SegmentSums {
     alignas(8) SharedBarrier arrived[kBuffers], squared;
   };
   static constexpr auto kSquared = static_cast<uint32_t>(offsetof(Shared, squared));
+
+  // Sends this block's sum `c` of the token with a number in the block with a rank.
+  __device__ __forceinline__ void send_to(uint32_t rank, uint32_t buffer, int number, int c,
+                                          float sum) const {
+    const SharedAddress there = in_block_of_cluster(shared_, rank);
+    store_async_cluster(there + place(buffer, number, cluster_rank(), c), there + arrived(buffer),
+                        sum);
+  }
   __device__ __forceinline__ static uint32_t place(uint32_t buffer, int number, uint32_t segment,
                                                    int c) {
     const uint32_t token = buffer * kTokens + static_cast<uint32_t>(number);
@@ -252,8 +253,7 @@ class ClusterInput {
     if (!is_last) __syncthreads();
   }
 
-  // Loads the constants into the L2 cache. Only a hint, so it need not wait for the
-  // preceding grid.
+  // Loads the constants into the L2 cache. Only a hint, so it need not wait for the preceding grid.
   __device__ __forceinline__ void prefetch_constants() const {
 #pragma unroll 1
     for (int slot = warp_; slot < slots() && lane_ < coefficients(); slot += kWarps) {
