@@ -118,7 +118,7 @@ def bench(
     next_input: Annotated[
         bool,
         work_option(
-            "With --streams: also time these calls with hyper_connection_input after each of them.",
+            "With --streams: also time these calls with the next layer's input in each.",
             "--next-input",
         ),
     ] = False,
