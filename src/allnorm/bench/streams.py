@@ -22,6 +22,7 @@ from allnorm.bench.arms import Arm, no_outcome
 from allnorm.bench.case import Case
 from allnorm.bench.modes import INPUT_APART, Mode
 from allnorm.testing import copy_all, same_bits
+from allnorm.testing.inputs import random_projection
 
 _CHUNK_ELEMS = 1 << 24  # elements of streams per call of the reference of the next input
 _CPU_TOKENS = 64  # of a call whose next input is checked on CPU, where the reference is slow
@@ -196,13 +197,9 @@ NextInput = tuple[Tensor, Tensor, allnorm.HyperConnection]
 def input_arguments(case: Case, mode: Mode, index: int) -> dict[str, Any]:
     """Returns the arguments of `hyper_connection_input` but the streams, the same on every rank."""
     generator = torch.Generator().manual_seed(case.seed + index)
-    count, width = mode.streams * (mode.streams + 2), mode.streams * case.shape.hidden_size
-    fn, scale, base = (
-        torch.randn(shape, generator=generator).to(case.device)
-        for shape in ((count, width), (3,), (count,))
-    )
+    size = mode.streams, case.shape.hidden_size
     return {
-        "projection": allnorm.HyperConnectionProjection(fn / width**0.5, scale, base),
+        "projection": random_projection(generator, *size, case.device),
         "weight": case.batches[index].weight,
         "eps": case.shape.eps,
         "weight_bias": case.shape.weight_bias,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from allnorm import names
+from allnorm.hyper_connection import HyperConnectionProjection
 
 SENTINEL_WORDS = (
     *(0xFFFFFFFF, 0xFFFEFFFE, 0xFFFEFFFF, 0xFFFFFFFE, 0xFFFF0000, 0x0000FFFF),
@@ -120,6 +121,25 @@ def normal_maker(seed: int, device: torch.device) -> Callable[..., Tensor]:
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
 
     return normal
+
+
+def random_projection(
+    generator: torch.Generator, streams: int, hidden_size: int, device: torch.device
+) -> HyperConnectionProjection:
+    """Returns a random projection of residual streams; its raw coefficients are about 1.
+
+    Args:
+        generator: of the CPU; draws the tensors in the order of the fields.
+        streams: number of residual streams.
+        hidden_size: columns of a stream.
+        device: device of the tensors.
+    """
+    count, width = streams * (streams + 2), streams * hidden_size
+    fn, scale, base = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((count, width), (3,), (count,))
+    )
+    return HyperConnectionProjection(fn / width**0.5, scale, base)
 
 
 def rank_input(

@@ -14,6 +14,7 @@ import allnorm
 from allnorm import reference
 from allnorm.names import NUMERICS
 from allnorm.testing import DTYPES
+from allnorm.testing.inputs import random_projection
 from allnorm.verify.calls import EPS, EXPERTS
 from allnorm.verify.case import Case
 from allnorm.verify.context import Context, Recorder
@@ -115,15 +116,11 @@ def _input_arguments(
     Each of the first tokens has a special value in all or some elements of every stream.
     """
     generator = torch.Generator().manual_seed(context.rng.randrange(1 << 31))
-    count, width = streams * (streams + 2), streams * size
     given = torch.randn(_INPUT_TOKENS, streams, size, generator=generator)
     values = context.rng.sample(_VALUES, len(_VALUES))
     for token, value in zip(given, values, strict=False):
         token[:, :: context.rng.choice((1, 7, size))] = value
     device = context.comm.device
-    fn, scale, base, weight = (
-        torch.randn(shape, generator=generator).to(device)
-        for shape in ((count, width), (3,), (count,), (size,))
-    )
-    projection = allnorm.HyperConnectionProjection(fn / width**0.5, scale, base)
+    projection = random_projection(generator, streams, size, device)
+    weight = torch.randn(size, generator=generator).to(device)
     return given.to(kind).to(device), projection, (1 + weight / 8).to(weight_kind)

@@ -15,6 +15,7 @@ import torch
 import allnorm
 from allnorm import reference
 from allnorm.reference.sharded_norm import sum_of_squares
+from allnorm.testing.inputs import random_projection
 
 # ---- rms_norm_sharded ----------------------------------------------------------------------------
 
@@ -106,13 +107,8 @@ def expected_streams(reduced: torch.Tensor, residual: torch.Tensor, streams: int
 def _projection(
     streams: int, hidden_size: int, device: torch.device
 ) -> allnorm.HyperConnectionProjection:
-    count, width = streams * (streams + 2), streams * hidden_size
-    generator = torch.Generator().manual_seed(count * width)
-    fn, scale, base = (
-        torch.randn(shape, generator=generator).to(device)
-        for shape in ((count, width), (3,), (count,))
-    )
-    return allnorm.HyperConnectionProjection(fn / width**0.5, scale, base)
+    generator = torch.Generator().manual_seed(streams * (streams + 2) * streams * hidden_size)
+    return random_projection(generator, streams, hidden_size, device)
 
 
 def next_input(
