@@ -536,6 +536,9 @@ MANY_ROWS = (
     Case(shape=(200, 1024), dtype=torch.float16, numerics="unrounded"),
     Case(shape=(257, 1024), quant=allnorm.Fp8PerGroup(128), return_normed=True),
     Case(shape=(129, 5760), kind="sentinels"),
+    Case(shape=(131, 2944), float32_weight=True, weight_bias=1.0, numerics="transformers"),
+    Case(shape=(200, 512), quant=allnorm.Fp8PerToken(), kind="sentinels"),
+    Case(shape=(140, 8192), op="all_reduce"),
 )
 
 

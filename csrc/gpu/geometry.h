@@ -116,6 +116,52 @@ inline int choose_num_blocks(int64_t num_tokens, int cluster_size, int resident_
   return static_cast<int>(working + extra_clusters) * cluster_size;
 }
 
+// ---- gpu/team_rows.cuh -------------------------------------------------------------------------
+
+// Packs per thread, and the widest row, which fills a block.
+constexpr int kTeamParts = 4;
+constexpr int kMaxTeamPacks = kTeamParts * kMaxThreads;
+// A block has 16 hardware barriers, and __syncthreads() uses one.
+constexpr int kMaxTeams = 15;
+// Rows of x and of the residual that a team has in shared memory.
+constexpr int kTeamRowsAhead = 3, kTeamResidualsAhead = 2;
+constexpr int kTeamSlots = kTeamRowsAhead + kTeamResidualsAhead;
+
+// Returns the number of threads, whole warps, that a row of `packs` packs takes.
+ALLNORM_HD int team_threads(int packs) {
+  return (packs + kTeamParts * kPacksPerChunk - 1) / (kTeamParts * kPacksPerChunk) * 32;
+}
+
+// Returns the number of teams without a row, which have the two waves of Exchange::serve().
+ALLNORM_HD int serving_teams(int team_threads) {
+  return (static_cast<int>(2 * kWaveLanes) + team_threads - 1) / team_threads;
+}
+
+// Returns the geometry for `num_tokens` rows in at most `most_blocks` blocks. If there are blocks
+// for all rows, each has as few teams as possible. The grid has a team with rows even if that takes
+// more blocks.
+inline Geometry team_geometry(int packs, int64_t num_tokens, int most_blocks) {
+  const int threads = team_threads(packs), serving = serving_teams(threads);
+  const int64_t needed = num_tokens + serving;
+  const int most_teams = std::min(kMaxTeams, kMaxThreads / threads);
+  const int teams = static_cast<int>(
+      std::clamp<int64_t>((needed + most_blocks - 1) / most_blocks, serving, most_teams));
+  const int64_t blocks = std::min<int64_t>(most_blocks, (needed + teams - 1) / teams);
+  const int least = serving / teams + 1;
+  return {.num_blocks = std::max(static_cast<int>(blocks), least),
+          .cluster_size = 1,
+          .num_threads = teams * threads};
+}
+
+// Returns the dynamic shared memory of a block: gains of a row, and the teams' rows.
+inline int team_shared_bytes(int packs, int num_threads, int elems_per_pack) {
+  const int threads = team_threads(packs);
+  const int row_bytes = threads * kTeamParts * kPackBytes;
+  return row_bytes * (elems_per_pack / 4 + num_threads / threads * kTeamSlots);
+}
+
+// ---- local kernels ------------------------------------------------------------------------------
+
 // Returns the shared memory per block of the local kernel: the sums of a row's chunks, padded to a
 // power of two, and the greatest magnitude per chunk.
 inline int local_shared_bytes(int64_t packs, bool quantized) {

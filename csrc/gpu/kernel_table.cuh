@@ -13,7 +13,6 @@
 #include "gpu/kernels.h"
 #include "gpu/local_rows.cuh"
 #include "gpu/owned_rows.cuh"
-#include "gpu/schedules/few_blocks.cuh"
 #include "gpu/schedules/one_row_ahead.cuh"
 #include "gpu/schedules/paced.cuh"
 #include "gpu/schedules/prefetched.cuh"
@@ -25,6 +24,7 @@
 #include "gpu/stream_input.cuh"
 #include "gpu/streams.cuh"
 #include "gpu/streams_input.cuh"
+#include "gpu/team_rows.cuh"
 #include "gpu/transports/one_shot.cuh"
 #include "gpu/transports/two_shot.cuh"
 #include "gpu/wide_rows.cuh"
@@ -156,6 +156,14 @@ struct StreamsInputEntry : Entry<kKind, kRanks, kBasic, Formats> {
   }
 };
 
+template <KernelKind kKind, uint32_t kRanks, Features kFeatures>
+struct TeamEntry : Entry<kKind, kRanks, kFeatures> {
+  template <class T, int kWorldSize, template <class> class Format>
+  static const void* kernel() {
+    return reinterpret_cast<const void*>(&team_rows_kernel<TeamKernel<T, kWorldSize, Format>>);
+  }
+};
+
 template <class... Entries>
 struct KernelTable {};
 
@@ -180,8 +188,6 @@ using Kernels = KernelTable<
     FusedEntry<kOneShotDense, k48,  DenseRows,            OneShot,  OneRowAhead, kDense,  kBasic>,
     FusedEntry<kOneShotDense, k2,   DenseRows,            OneShot,  Paced,       kDense,  kExtendedDense>,
     FusedEntry<kOneShotDense, k2,   PrefetchedExpertRows, OneShot,  Prefetched,  kDense,  kExtended>,
-    // With more ranks, two_shot sends fewer bytes for many rows.
-    FusedEntry<kOneShotFew,   k2,   DenseRows,            OneShot,  FewBlocks,   kFew,    kBasic>,
     FusedEntry<kTwoShot,      kAll, DenseRows,            TwoShot,  Relayed,     kSparse, kBasic>,
     FusedEntry<kTwoShot,      kAll, ExpertRows,           TwoShot,  Relayed,     kSparse, kExtended>,
 
@@ -231,7 +237,9 @@ using ClusterKernels = KernelTable<
     //                kind                 formats
     ClusterInputEntry<kLocalInputClusters, OnlyPlain>,
     //                kind                 ranks formats
-    StreamsInputEntry<kStreamsInput,       kAll, OnlyPlain>>;
+    StreamsInputEntry<kStreamsInput,       kAll, OnlyPlain>,
+    //                kind                 ranks features
+    TeamEntry<        kOneShotFew,         k2,   kBasic>>;
 // clang-format on
 
 }  // namespace table
@@ -239,21 +247,6 @@ using table::Kernels;
 using WideKernels = std::conditional_t<kMaxParts == 1, KernelTable<>, table::WideKernels>;
 using ClusterKernels =
     std::conditional_t<kMaxClusterSize == 1, KernelTable<>, table::ClusterKernels>;
-
-// Returns the kind of kernel to use instead of `kind` if the table has no kernel of that kind.
-constexpr KernelKind otherwise(KernelKind kind) {
-  switch (kind) {
-    case KernelKind::kOneShotDense:
-    case KernelKind::kOneShotFew:
-      return KernelKind::kOneShot;
-    case KernelKind::kStreamsOneShotDense:
-      return KernelKind::kStreamsOneShot;
-    case KernelKind::kOwnedSumFew:
-      return KernelKind::kOwnedSum;
-    default:
-      return kind;
-  }
-}
 
 template <class T, int kWorldSize, class Entry, template <class> class... kFormats>
 const void* at_format(RowFormat format, FormatList<kFormats...>) {

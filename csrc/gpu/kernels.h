@@ -11,7 +11,7 @@ enum class KernelKind {
   // FusedParams:
   kOneShot,
   kOneShotDense,
-  kOneShotFew,
+  kOneShotFew,  // rows of up to kMaxTeamPacks packs, by the teams of team_geometry()
   kTwoShot,
   kOneShotWide,  // rows that no cluster holds with one pack per thread
   kTwoShotWide,
@@ -38,6 +38,21 @@ enum class KernelKind {
   kLocalInputClusters,  // the same, up to kFewStreams streams, by clusters of kSegments blocks
   kLocalInputAny,       // streams of any width and alignment
 };
+
+// Returns the kind of kernel to use instead of `kind` if the table has no kernel of that kind.
+constexpr KernelKind otherwise(KernelKind kind) {
+  switch (kind) {
+    case KernelKind::kOneShotDense:
+    case KernelKind::kOneShotFew:
+      return KernelKind::kOneShot;
+    case KernelKind::kStreamsOneShotDense:
+      return KernelKind::kStreamsOneShot;
+    case KernelKind::kOwnedSumFew:
+      return KernelKind::kOwnedSum;
+    default:
+      return kind;
+  }
+}
 
 struct KernelKey {
   KernelKind kind;

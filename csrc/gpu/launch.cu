@@ -50,8 +50,10 @@ KernelKind kind_of(const AllnormCall& call, Grid grid, bool is_wide) {
 }
 
 // Returns the number of blocks of `kernel` that the device holds at once; queried once per kernel,
-// block size and cluster size.
-int resident_blocks(const Device& device, const void* kernel, const Geometry& geometry) {
+// block size and cluster size. `shared_bytes`: the most dynamic shared memory that it may have, if
+// that is more than the 48 KiB which every kernel may have.
+int resident_blocks(const Device& device, const void* kernel, const Geometry& geometry,
+                    int shared_bytes = 0) {
   static std::mutex mutex;
   static std::map<std::tuple<int, const void*, int, int>, int> known;
   const std::tuple key(device.index, kernel, geometry.num_threads, geometry.cluster_size);
@@ -59,8 +61,11 @@ int resident_blocks(const Device& device, const void* kernel, const Geometry& ge
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   int blocks = 0;
-  cudaError_t error;
-  if (geometry.cluster_size > 1) {
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes != 0) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    blocks = device.num_sms;
+  } else if (geometry.cluster_size > 1) {
     // A cluster must fit into one group of SMs, so fewer blocks may fit than if each could be
     // placed alone.
     cudaLaunchAttribute attribute;
@@ -144,6 +149,24 @@ Geometry slices_geometry(const SlicesParams& params) {
           .num_threads = std::min(threads_of(widest, 1), kMaxThreads)};
 }
 
+// Returns whether gpu/team_rows.cuh makes a call that the caller limits to few blocks.
+bool runs_in_teams(const Device& device, const AllnormCall& call, const KernelKey& key, int packs) {
+  return key.kind == KernelKind::kOneShotFew && key.world_size == 2 && key.needs == kBasic &&
+         call.cluster_size == 0 && device.has_clusters && packs <= kMaxTeamPacks;
+}
+
+int32_t launch_teams(const Device& device, const AllnormCall& call, const KernelKey& key,
+                     const FusedParams& fused, const void* params, int most_blocks, Start start) {
+  const void* const kernel = find_kernel(call.dtype, key);
+  const auto elems_per_pack = static_cast<int>(kPackBytes / element_bytes(call.dtype));
+  const Geometry geometry = team_geometry(fused.packs, fused.num_tokens, most_blocks);
+  // Its blocks are at most three quarters of the SMs (choose_grid), so all of them are resident.
+  resident_blocks(device, kernel, geometry,
+                  team_shared_bytes(kMaxTeamPacks, kMaxThreads, elems_per_pack));
+  return launch(device, kernel, params, geometry,
+                team_shared_bytes(fused.packs, geometry.num_threads, elems_per_pack), call, start);
+}
+
 }  // namespace
 
 int32_t launch_exchange(const Device& device, const AllnormCall& call, int world_size,
@@ -162,10 +185,14 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
   }
   Geometry geometry = over(cluster_size);
   const Grid grid = choose_grid(fused.num_tokens, cluster_size, most, device.num_sms);
-  const KernelKey key = {.kind = kind_of(call, grid, parts_of(fused.packs) > 1),
-                         .world_size = world_size,
-                         .format = format_of(call),
-                         .needs = needs_of(call)};
+  KernelKey key = {.kind = kind_of(call, grid, parts_of(fused.packs) > 1),
+                   .world_size = world_size,
+                   .format = format_of(call),
+                   .needs = needs_of(call)};
+  if (runs_in_teams(device, call, key, fused.packs)) {
+    return launch_teams(device, call, key, fused, params, most, start);
+  }
+  if (key.kind == KernelKind::kOneShotFew) key.kind = otherwise(key.kind);
   const void* kernel = find_kernel(call.dtype, key);
   if (kernel == nullptr) {
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",

@@ -57,19 +57,16 @@ template <class T, int kCount, int kWorldSize>
 __device__ __forceinline__ Pack receive_in_one_branch(Exchange<kWorldSize>& exchange,
                                                       const char* slot, int64_t stride, int rank,
                                                       const Pack& own, bool live,
-                                                      const Pack* peeked, float* unrounded) {
+                                                      float* unrounded) {
   Pack others[kCount - 1] = {};  // counts as arrived
-  bool loads = peeked == nullptr;
-  if (!loads) others[0] = *peeked;
   const auto poll = [&] {
-    if (live && loads) {
+    if (live) {
 #pragma unroll
       for (int i = 0; i < kCount - 1; ++i) {
         others[i] = load_relaxed_sys(slot + i * stride);
         ALLNORM_FAULT(others_polled_one_by_one, if (!arrived(others[i])) return false, );
       }
     }
-    loads = true;
     bool all = true;
 #pragma unroll
     for (int i = 0; i < kCount - 1; ++i) all = all && arrived(others[i]);
@@ -105,13 +102,11 @@ __device__ __forceinline__ Pack receive_in_one_branch(Exchange<kWorldSize>& exch
 template <class T, int kCount, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchange,
                                                     const char* slot, int64_t stride, int rank,
-                                                    const Pack& own, bool live, const Pack* peeked,
-                                                    float* unrounded) {
+                                                    const Pack& own, bool live, float* unrounded) {
   // Adds in rank order. With two ranks the order does not change the sum, so this rank goes first,
   // which is a compile-time choice.
   const int place = kCount == 2 ? 0 : rank;
   Pack partial[kCount];
-  bool loads = peeked == nullptr;
   const auto poll = [&] {
     bool all = true;
 #pragma unroll
@@ -120,14 +115,11 @@ __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchan
         partial[source] = own;
       } else if (!live) {
         partial[source] = Pack{};  // counts as arrived
-      } else if (!loads) {
-        partial[source] = *peeked;
       } else {
         partial[source] = load_relaxed_sys(slot + PushLayout::other(place, source) * stride);
         ALLNORM_FAULT(peers_polled_one_by_one, if (!arrived(partial[source])) return false, );
       }
     }
-    loads = true;
 #pragma unroll
     for (int source = 0; source < kCount; ++source) {
       all = all && (source == place || arrived(partial[source]));
@@ -151,8 +143,7 @@ __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchan
 // Waits for the partials of one pack from all peers, with all loads in flight together, and sums
 // them. All lanes of a warp call it; lanes that are not `live` load nothing. `slot`: the address
 // where the first other rank's partial arrives. `stride`: bytes from there to the next rank's
-// partial. `peeked`, only with two ranks: the value that this thread has loaded from the slot in
-// this operation, as its first poll. `unrounded`: see sum_in_rank_order().
+// partial. `unrounded`: see sum_in_rank_order().
 //
 // The kernel for any number of ranks contains a copy of this code for each world size without a
 // kernel of its own. With a single copy for the largest world size, two_shot spilled, and a GEMM
@@ -160,15 +151,12 @@ __device__ __forceinline__ Pack receive_partials_of(Exchange<kWorldSize>& exchan
 template <class T, int kWorldSize>
 __device__ __forceinline__ Pack receive_partials(Exchange<kWorldSize>& exchange, const char* slot,
                                                  int64_t stride, int rank, const Pack& own,
-                                                 bool live, const Pack* peeked = nullptr,
-                                                 float* unrounded = nullptr) {
+                                                 bool live, float* unrounded = nullptr) {
   const auto receive = [&]<int kCount>() {
     if constexpr (kPredicatesLoads) {
-      return receive_partials_of<T, kCount>(exchange, slot, stride, rank, own, live, peeked,
-                                            unrounded);
+      return receive_partials_of<T, kCount>(exchange, slot, stride, rank, own, live, unrounded);
     } else {
-      return receive_in_one_branch<T, kCount>(exchange, slot, stride, rank, own, live, peeked,
-                                              unrounded);
+      return receive_in_one_branch<T, kCount>(exchange, slot, stride, rank, own, live, unrounded);
     }
   };
   if constexpr (kWorldSize == kAnyWorldSize) {

@@ -108,6 +108,9 @@ struct Float32 {
 
 struct Bfloat16 {
   using Storage = uint16_t;
+#if defined(__CUDACC__)
+  using Pair = __nv_bfloat162;
+#endif
   static constexpr int kElemsPerWord = 2;
   ALLNORM_HD static float load(Storage v) {
     return bit_cast<float>(static_cast<uint32_t>(v) << 16);
@@ -143,6 +146,9 @@ using Half = _Float16;
 
 struct Float16 {
   using Storage = uint16_t;
+#if defined(__CUDACC__)
+  using Pair = __half2;
+#endif
   static constexpr int kElemsPerWord = 2;
   ALLNORM_HD static float load(Storage v) {
 #if defined(__CUDA_ARCH__)
@@ -203,6 +209,29 @@ ALLNORM_HD void add_pack(float* sum, const Pack& term) {
   unpack<T>(term, z);
   ALLNORM_UNROLL
   for (int i = 0; i < kElemsPerPack<T>; ++i) sum[i] = add_rn(sum[i], z[i]);
+}
+
+// Returns a + b, rounded once to T. For 16-bit elements that is the float32 sum, rounded to T:
+// rounding twice changes nothing, because float32 has at least 2 * p + 2 significand bits, where T
+// has p (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30(3), 1995).
+template <class T>
+ALLNORM_HD Pack add_packs(const Pack& a, const Pack& b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (T::kElemsPerWord == 2) {
+    using Pair = typename T::Pair;
+    Pack sum;
+    ALLNORM_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      sum.word[i] =
+          bit_cast<uint32_t>(__hadd2_rn(bit_cast<Pair>(a.word[i]), bit_cast<Pair>(b.word[i])));
+    }
+    return sum;
+  }
+#endif
+  float z[kElemsPerPack<T>];
+  unpack<T>(a, z);
+  add_pack<T>(z, b);
+  return pack<T>(z);
 }
 
 // Numerics step 0 for one pack: adds weight * term as float32, rounded twice.

@@ -58,6 +58,7 @@ struct Case {
   uint32_t nan_word = 0;  // stored by the second hop after a failure; 0: any 16-bit NaN
   int operations = 1;
   int64_t workspace_bytes = kWorkspaceBytes;
+  int rows_per_block = 1;  // more than one: by teams
 };
 
 struct Thread {
@@ -105,12 +106,16 @@ class Run {
     shim::Machine machine(kRanks, seed, schedule);
     group_.share_with(machine);
     shim::trace([this](const shim::Access& access) { record(access); });
+    const int packs = params_.fused.packs, threads = threads_of(packs, 1);
+    const int shared_bytes = of.rows_per_block == 1 ? 0 : team_shared_bytes(packs, threads, 8);
     for (int i = 0; i < kRanks * of.operations; ++i) {
       const OwnedRowsParams& mine = params[static_cast<size_t>(i % kRanks)];
-      machine.launch(i % kRanks,
-                     {.num_blocks = static_cast<uint32_t>(of.call.num_tokens) + 1,
-                      .num_threads = static_cast<uint32_t>(threads_of(params_.fused.packs, 1)),
-                      .kernel = [&mine, &of] { of.kernel(mine); }});
+      machine.launch(
+          i % kRanks,
+          {.num_blocks = static_cast<uint32_t>(of.call.num_tokens / of.rows_per_block + 1),
+           .num_threads = static_cast<uint32_t>(threads),
+           .dynamic_shared_bytes = static_cast<uint32_t>(shared_bytes),
+           .kernel = [&mine, &of] { of.kernel(mine); }});
     }
     run_to_end(machine, name(), seed);
     shim::trace(nullptr);
@@ -274,6 +279,9 @@ void fused(const OwnedRowsParams& params) {
   run_fused<FusedKernel<Bfloat16, kRanks, Source, Transport, Schedule, kGrid, kFeatures, Plain>>(
       params.fused);
 }
+void teams(const OwnedRowsParams& params) {
+  run_team_rows<TeamKernel<Bfloat16, kRanks, Plain>>(params.fused);
+}
 template <Owned kOwned, template <class> class Format, Features kFeatures = kBasic>
 void owned(const OwnedRowsParams& params) {
   run_owned_rows<OwnedKernel<Bfloat16, kRanks, DenseRows, kOwned, false, kFeatures, Format>>(
@@ -301,8 +309,7 @@ std::vector<Case> cases() {
       {"one row ahead", kOneShot, one_shot, one_row_ahead},
       {"paced", kOneShot, one_shot, &fused<OneShot, Paced, Grid::kDense>},
       {"prefetched", kOneShot, one_shot, prefetched},
-      // The first peek precedes the check for a failure.
-      {"few blocks", kOneShot, one_shot, &fused<OneShot, FewBlocks, Grid::kFew>, 0, 2},
+      {"few blocks", kOneShot, one_shot, &teams, 0, 1, kWorkspaceBytes, /*rows_per_block=*/2},
       {"two_shot", kTwoShot, two_shot, &fused<TwoShot, Relayed, Grid::kSparse>},
       {"sums of owners", kSumsOfOwners, two_shot, &owned<Owned::kSum, Plain>},
       {"finished rows", kSumsOfOwners, finished_rows, finished},

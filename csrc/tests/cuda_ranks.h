@@ -35,20 +35,33 @@ inline KernelKind kind_of(const Operation& op, int world_size, bool few) {
 
 // Runs one rank's kernel, chosen from those compiled for kWorldSize.
 struct AllKernels {
-  template <class T, int kWorldSize>
-  static void run(const OwnedRowsParams& params, const Operation& op, int world_size) {
+  static KernelKey key_of(const OwnedRowsParams& params, const Operation& op, int world_size) {
     // Ranks may have different block limits, and a rank with a dense x runs a kernel without
     // experts while its peers sum experts.
     Features needs = needs_of(op.call);
     needs.experts = params.fused.experts.top_k != 0;
     const bool few = needs == kBasic && (op.call.num_tokens + params.fused.rank) % 2 == 0;
-    const KernelKey key = {.kind = kind_of(op, world_size, few),
-                           .world_size = world_size,
-                           .format = format_of(op.call),
-                           .needs = needs};
+    return {.kind = kind_of(op, world_size, few),
+            .world_size = world_size,
+            .format = format_of(op.call),
+            .needs = needs};
+  }
+  template <class T, int kWorldSize>
+  static void run(const OwnedRowsParams& params, const Operation& op, int world_size) {
+    const KernelKey key = key_of(params, op, world_size);
     run_kernel(find_kernel<T, kWorldSize>(key), key.kind, params);
   }
 };
+
+// Returns whether gpu/team_rows.cuh processes the rows.
+template <class Kernels>
+bool runs_in_teams(const OwnedRowsParams& params, const Operation& op, int world_size) {
+  if constexpr (requires { Kernels::key_of; }) {
+    return kMaxClusterSize > 1 &&
+           Kernels::key_of(params, op, world_size).kind == KernelKind::kOneShotFew;
+  }
+  return false;
+}
 
 // Options of one rank's launch.
 struct LaunchOn {
@@ -73,14 +86,31 @@ void launch_kernels(shim::Machine& machine, const AllnormCommConfig& config, Ope
     // Simulates a link so slow that a row is not due yet when the previous one has been received.
     // Receiving takes longer here than on a GPU, so the slowest allowed link would be too fast.
     if (call.num_tokens % 2 == 0) params.fused.row_ps *= 32;
+    const int packs = params.fused.packs,
+              most_blocks = on.num_blocks == 0 ? op.num_blocks : on.num_blocks;
+    Geometry geometry = {
+        .num_blocks = choose_num_blocks(
+            choose_num_units(count, op.cluster_size, params.fused.prefetch.bytes, op.num_blocks),
+            op.cluster_size, most_blocks, 1),
+        .cluster_size = op.cluster_size,
+        .num_threads = threads_of(packs, op.cluster_size * on.parts)};
+    int shared_bytes = 0;
+    if (runs_in_teams<Kernels>(params, op, kWorldSize)) {
+      // With few teams, each has several rows.
+      const int threads = team_threads(packs);
+      const int teams = std::max(serving_teams(threads), 1 + static_cast<int>(count % 2));
+      geometry = {.num_blocks = std::max(2, most_blocks),
+                  .cluster_size = 1,
+                  .num_threads = teams * threads};
+      shared_bytes = team_shared_bytes(packs, geometry.num_threads,
+                                       static_cast<int>(kPackBytes / element_bytes(op.call.dtype)));
+    }
     machine.launch(
         config.rank,
-        {.num_blocks = static_cast<uint32_t>(choose_num_blocks(
-             choose_num_units(count, op.cluster_size, params.fused.prefetch.bytes, op.num_blocks),
-             op.cluster_size, on.num_blocks == 0 ? op.num_blocks : on.num_blocks, 1)),
-         .num_threads =
-             static_cast<uint32_t>(threads_of(params.fused.packs, op.cluster_size * on.parts)),
-         .cluster_size = static_cast<uint32_t>(op.cluster_size),
+        {.num_blocks = static_cast<uint32_t>(geometry.num_blocks),
+         .num_threads = static_cast<uint32_t>(geometry.num_threads),
+         .cluster_size = static_cast<uint32_t>(geometry.cluster_size),
+         .dynamic_shared_bytes = static_cast<uint32_t>(shared_bytes),
          .dependent = on.dependent,
          .kernel =
              [params, &op] {

@@ -68,6 +68,39 @@ TEST(clusters) {
   }
 }
 
+TEST(teams) {
+  for (const int packs : {1, 128, 129, 360, 512, 1024, kMaxTeamPacks}) {
+    const int threads = team_threads(packs), serving = serving_teams(threads);
+    for (const int64_t num_tokens : {1, 2, 5, 100, 8192}) {
+      for (const int most : {1, 2, 16, 64, 99}) {
+        const auto [blocks, cluster_size, block_threads] = team_geometry(packs, num_tokens, most);
+        const int teams = block_threads / threads;
+        const char* const what = "%d packs, %lld rows, at most %d blocks: %d of %d threads";
+        const auto rows = static_cast<long long>(num_tokens);
+        check(block_threads % threads == 0 && block_threads <= kMaxThreads && teams <= kMaxTeams &&
+                  block_threads >= static_cast<int>(2 * kWaveLanes) && cluster_size == 1,
+              what, packs, rows, most, blocks, block_threads);
+        check(serving <= teams && blocks * teams > serving, what, packs, rows, most, blocks,
+              block_threads);
+        check(blocks <= std::max(most, 2) && (blocks - 1) * teams < num_tokens + serving, what,
+              packs, rows, most, blocks, block_threads);
+        // 227 KiB, less the static shared memory.
+        for (const int elems : {4, 8}) {
+          check(team_shared_bytes(packs, block_threads, elems) <= 225 << 10, what, packs, rows,
+                most, blocks, block_threads);
+        }
+      }
+    }
+  }
+  // As many blocks as there may be, and a team per row if there are enough.
+  check(
+      team_geometry(512, 40, 16).num_blocks == 14 && team_geometry(512, 40, 16).num_threads == 384,
+      "40 rows of 4 warps");
+  check(team_geometry(512, 8192, 16).num_blocks == 16 &&
+            team_geometry(512, 8192, 16).num_threads == 512,
+        "8192 rows of 4 warps");
+}
+
 TEST(wider_clusters) {
   // The number of rows resident at once if a row takes 1, 2, 4 or 8 blocks: rows of 5376 columns
   // with a post norm, and sums of experts.

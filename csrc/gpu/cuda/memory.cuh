@@ -89,6 +89,9 @@ __device__ __forceinline__ void keep_address(const char*& address) {
   asm volatile("" : "+l"(address));
 }
 
+// Stops the compiler from keeping what it has computed from a number.
+__device__ __forceinline__ void keep_number(int& number) { asm volatile("" : "+r"(number)); }
+
 __device__ __forceinline__ void store_pack(void* address, const Pack& pack) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(pack.word[0]),
                "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
@@ -190,6 +193,21 @@ __device__ __forceinline__ float load_shared(SharedAddress address) {
   return value;
 }
 
+__device__ __forceinline__ Pack load_shared_pack(SharedAddress address) {
+  Pack pack;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
+               : "r"(address)
+               : "memory");
+  return pack;
+}
+
+__device__ __forceinline__ void store_shared_pack(SharedAddress address, const Pack& pack) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(pack.word[0]),
+               "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared(SharedAddress address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
@@ -216,6 +234,12 @@ __device__ __forceinline__ float near_reciprocal(float a) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
   return result;
+}
+
+// barrier: waits for `threads` threads of the block, whole warps, which pass the same `team`, 0 to
+// 14. Orders their accesses to shared memory, as __syncthreads() does for the block.
+__device__ __forceinline__ void sync_team(int team, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(1 + team), "r"(threads) : "memory");
 }
 
 // ---- launches and clusters --------------------------------------------------------------------
@@ -322,6 +346,20 @@ __device__ __forceinline__ void expect_bytes(SharedAddress barrier, uint32_t byt
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+#endif
+}
+
+// Copies `bytes` bytes, a multiple of 16, to shared memory, and counts them at `barrier`. Both
+// addresses are multiples of 16.
+__device__ __forceinline__ void copy_bulk_async(SharedAddress to, const void* from, uint32_t bytes,
+                                                SharedAddress barrier, CachePolicy policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], "
+      "%2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 #endif
 }
 

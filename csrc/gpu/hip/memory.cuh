@@ -130,6 +130,7 @@ __device__ __forceinline__ void keep_packed(Pack& pack) {
 }
 
 // Stops the compiler from computing an address ahead and keeping it in registers.
+__device__ __forceinline__ void keep_number(int&) {}
 __device__ __forceinline__ void keep_address(const char*& address) {
   asm volatile("" : "+v"(address));
 }
@@ -195,6 +196,10 @@ __device__ __forceinline__ void store_shared(SharedAddress address, float value)
   *(hip::Shared<float>)static_cast<uintptr_t>(address) = value;
 }
 
+// Only for kernels of GPUs with clusters.
+__device__ __forceinline__ Pack load_shared_pack(SharedAddress) { return {}; }
+__device__ __forceinline__ void store_shared_pack(SharedAddress, const Pack&) {}
+
 // Returns the launch's dynamic shared memory.
 __device__ __forceinline__ float* dynamic_shared_floats() {
   extern __shared__ float storage[];
@@ -236,6 +241,9 @@ __device__ __forceinline__ void store_async_cluster(SharedAddress address, Share
   store_shared(address, value);
 }
 __device__ __forceinline__ void wait_barrier(SharedAddress, uint32_t) {}
+__device__ __forceinline__ void copy_bulk_async(SharedAddress, const void*, uint32_t, SharedAddress,
+                                                CachePolicy) {}
+__device__ __forceinline__ void sync_team(int, int) {}
 __device__ __forceinline__ void copy_pack_async(SharedAddress, const void*, bool) {}
 __device__ __forceinline__ void copy_word_async(SharedAddress, const void*) {}
 __device__ __forceinline__ void wait_for_copies() {}

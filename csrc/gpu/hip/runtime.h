@@ -115,6 +115,10 @@ inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const v
   return hipLaunchKernel(kernel, config->gridDim, config->blockDim, arguments,
                          config->dynamicSmemBytes, config->stream);
 }
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return hipErrorNotSupported;  // only for kernels of GPUs with clusters
+}
 inline cudaError_t cudaOccupancyMaxActiveClusters(int*, const void*, const cudaLaunchConfig_t*) {
   return hipErrorNotSupported;
 }

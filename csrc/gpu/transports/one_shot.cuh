@@ -35,18 +35,12 @@ class OneShot {
     }
   }
 
-  // Loads the slot that receive() waits for, in advance, as its first poll.
-  __device__ __forceinline__ Pack peek(int row) const {
-    static_assert(kWorldSize == 2, "of one peer");
-    return live_ ? load_relaxed_sys(slot(row)) : Pack{};
-  }
-
   // `own` returns this rank's partial.
   template <class Own>
-  __device__ __forceinline__ Pack receive(int row, Own&& own, const Pack* peeked = nullptr) {
+  __device__ __forceinline__ Pack receive(int row, Own&& own) {
     char* const slots = slot(row);
     const Pack sum =
-        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_, peeked);
+        receive_partials<T, kWorldSize>(exchange_, slots, stride_, rank_, own(), live_);
     if (ALLNORM_FAULT(partials_not_cleared, false, live_)) {
       clear_partials(exchange_, slots, stride_);
     }

@@ -53,7 +53,7 @@ class RowOwners {
     char* const slot = exchange_.slots(0) + layout_.slot(0, local, pack_);
     const int64_t stride = layout_.slot(1, 0, 0);
     const Pack sum = allnorm::receive_partials<T, kWorldSize>(exchange_, slot, stride, rank_, own,
-                                                              live_, nullptr, unrounded);
+                                                              live_, unrounded);
     if (live_) clear_partials(exchange_, slot, stride);
     return sum;
   }

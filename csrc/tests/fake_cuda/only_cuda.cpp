@@ -106,6 +106,12 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {code.ptx, code.binary};
   return cudaSuccess;
 }
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  MAY_FAIL();
+  if (value > 227 << 10) return give(cudaErrorInvalidValue);
+  state().most_shared[kernel] = value;
+  return cudaSuccess;
+}
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
                                            const cudaLaunchConfig_t* config) {
   MAY_FAIL();
@@ -114,6 +120,9 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
+  const auto found = state().most_shared.find(kernel);
+  const int most_shared = found == state().most_shared.end() ? 48 << 10 : found->second;
+  if (static_cast<int>(config->dynamicSmemBytes) > most_shared) return give(cudaErrorInvalidValue);
   Launch launch = {};
   launch.stream = config->stream;
   launch.cluster_size = 1;

@@ -79,6 +79,8 @@ struct State : Session {
   std::set<const void*> cached;  // device memory of HIP that is not uncached
   // Kernels of a library that has registered them with HIP's runtime, keyed by handle.
   std::map<const void*, allnorm::fake::Kernel> registered;
+  // The most dynamic shared memory of kernels that may have more than 48 KiB.
+  std::map<const void*, int> most_shared;
   unsigned long long num_captures = 0;
 };
 inline State& state() {

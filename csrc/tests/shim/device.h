@@ -121,6 +121,8 @@ void note_access(const char* verb, const void* address, uint64_t value);
 
 void yield();
 void yield_sometimes(uint64_t one_in);
+// Returns whether something happens that may happen or not.
+bool happens();
 // Yields until memory that threads poll may have changed.
 void sleep_until_change();
 void note_change();
@@ -128,6 +130,7 @@ void note_change();
 uint64_t turns();
 
 void sync_block();
+void sync_team(uint32_t team, uint32_t threads);
 void sync_cluster();
 float shuffle_xor(float value, int offset);
 float shuffle_from(float value, int lane);
@@ -137,7 +140,7 @@ void wait_for_preceding_grid();
 void trigger_next_grid();
 
 // Shared memory of a block: variables, then dynamic memory. Uninitialized bytes form NaN.
-constexpr size_t kSharedBytes = 172 << 10;
+constexpr size_t kSharedBytes = 356 << 10;
 constexpr size_t kDynamicSharedOffset = 132 << 10;
 // Reserves space for a variable and returns its offset. Call before any block starts.
 size_t reserve_shared(size_t bytes);

@@ -1,6 +1,7 @@
 // The parts of a running grid: blocks, warps, threads.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -37,6 +38,7 @@ struct Block {
   bool resident = false;  // threads run only in resident blocks
   bool triggered = false;
   Meeting meeting;
+  std::array<Meeting, 15> teams;  // barriers of parts of the block
   std::vector<Warp> warps;
   char* shared = nullptr;
   std::vector<std::unique_ptr<Thread>> threads;

@@ -91,9 +91,18 @@ void note_change() { ++machine().changes; }
 void yield_sometimes(uint64_t one_in) {
   if (machine().random() % one_in == 0) yield();
 }
+bool happens() { return machine().random() % 2 == 0; }
 uint64_t turns() { return machine().turns; }
 
 void sync_block() { machine().meet(block().meeting, true); }
+void sync_team(uint32_t team, uint32_t threads) {
+  Meeting& meeting = block().teams[team];
+  if (threads % 32 != 0 || (meeting.arrived != 0 && meeting.expected != threads)) {
+    fail("a barrier of a team that no device accepts");
+  }
+  meeting.expected = threads;
+  machine().meet(meeting, true);
+}
 void sync_cluster() {
   Block& mine = block();
   machine().meet(mine.grid->clusters[mine.index / cluster_dim()], true);

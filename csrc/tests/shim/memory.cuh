@@ -104,6 +104,7 @@ inline Pack load_pack(const void* address) {
 }
 inline void keep_packed(Pack&) {}
 inline void keep_address(const char*&) {}
+inline void keep_number(int&) {}
 inline void store_pack(void* address, const Pack& pack) {
   shim::note_access(ALLNORM_PTX(ALLNORM_CLEAR_PACK), address, pack.word[0]);
   for (int i = 0; i < 4; ++i) plain_store(static_cast<uint32_t*>(address) + i, pack.word[i]);
@@ -155,6 +156,14 @@ inline float load_shared(SharedAddress address) { return *reinterpret_cast<float
 inline void store_shared(SharedAddress address, float value) {
   *reinterpret_cast<float*>(address) = value;
 }
+inline Pack load_shared_pack(SharedAddress address) {
+  Pack pack;
+  memcpy(&pack, address, sizeof(pack));
+  return pack;
+}
+inline void store_shared_pack(SharedAddress address, const Pack& pack) {
+  memcpy(address, &pack, sizeof(pack));
+}
 inline float* dynamic_shared_floats() {
   return reinterpret_cast<float*>(shim::shared_memory() + shim::kDynamicSharedOffset);
 }
@@ -204,6 +213,11 @@ struct SharedBarrier {
   uint32_t phase;
   int32_t missing_threads;
   int64_t missing_bytes;
+  // A bulk copy that the first waiting thread makes.
+  uint32_t has_copy;
+  uint32_t copy_bytes;
+  char* copy_to;
+  const char* copy_from;
 
   void arrive(int32_t threads, int64_t bytes) {
     const uint32_t now = __atomic_load_n(&phase, __ATOMIC_RELAXED);
@@ -217,9 +231,30 @@ struct SharedBarrier {
   }
   void wait(uint32_t parity) {
     while (__atomic_load_n(&phase, __ATOMIC_RELAXED) % 2 == parity) {
-      shim::sleep_until_change();
+      if (__atomic_exchange_n(&has_copy, 0, __ATOMIC_RELAXED) != 0) {
+        shim::acquire(&has_copy);
+        copy(copy_to, copy_from, copy_bytes);
+      } else {
+        shim::sleep_until_change();
+      }
     }
     shim::acquire(token(parity));
+  }
+  // A bulk copy takes until the end of the phase. So either it is made at once, or a thread that
+  // waits for it makes it.
+  void start_copy(char* to, const char* from, uint32_t bytes) {
+    if (shim::happens()) return copy(to, from, bytes);
+    copy_to = to, copy_from = from, copy_bytes = bytes;
+    shim::release(&has_copy);
+    __atomic_store_n(&has_copy, 1, __ATOMIC_RELAXED);
+    shim::note_change();
+  }
+  void copy(char* to, const char* from, uint32_t bytes) {
+    for (uint32_t i = 0; i < bytes; i += kPackBytes) {
+      const Pack pack = load_pack(from + i);
+      memcpy(to + i, &pack, sizeof(pack));
+    }
+    arrive(0, -static_cast<int64_t>(bytes));
   }
   // ThreadSanitizer's token of a phase. There are two tokens, as in Meeting.
   const void* token(uint32_t phase_or_parity) const {
@@ -229,7 +264,9 @@ struct SharedBarrier {
 inline SharedBarrier& barrier_at(SharedAddress address) {
   return *reinterpret_cast<SharedBarrier*>(address);
 }
-inline void init_barrier(SharedAddress barrier) { barrier_at(barrier) = {0, 1, 0}; }
+inline void init_barrier(SharedAddress barrier) {
+  barrier_at(barrier) = {0, 1, 0, 0, 0, nullptr, nullptr};
+}
 inline void expect_bytes(SharedAddress barrier, uint32_t bytes) {
   barrier_at(barrier).arrive(1, bytes);
 }
@@ -244,6 +281,14 @@ inline void store_async_cluster(SharedAddress address, SharedAddress barrier, fl
 }
 inline void wait_barrier(SharedAddress barrier, uint32_t parity) {
   barrier_at(barrier).wait(parity);
+}
+inline void copy_bulk_async(SharedAddress to, const void* from, uint32_t bytes,
+                            SharedAddress barrier, CachePolicy) {
+  shim::yield_sometimes(16);
+  barrier_at(barrier).start_copy(to, static_cast<const char*>(from), bytes);
+}
+inline void sync_team(int team, int threads) {
+  shim::sync_team(static_cast<uint32_t>(team), static_cast<uint32_t>(threads));
 }
 
 // The simulated clock: a scheduler turn takes a microsecond.

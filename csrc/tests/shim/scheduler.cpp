@@ -142,8 +142,9 @@ void Machine::State::start(Grid& grid, const Stream& stream) {
     block->warps.resize(shape.num_threads / 32);
     for (Warp& warp : block->warps) warp.meeting.expected = 32;
     block->shared = shared_pool.take();
-    allow(block->shared, kSharedBytes);
-    memset(block->shared, 0xff, kSharedBytes);
+    const size_t used = kDynamicSharedOffset + shape.dynamic_shared_bytes;
+    allow(block->shared, used);
+    memset(block->shared, 0xff, used);
     forbid(block->shared, kSharedBytes);
     for (const SharedVariable& variable : shared_variables()) {
       allow(block->shared + variable.offset, variable.bytes);

@@ -35,7 +35,6 @@ def _packs(variant: Variant) -> tuple[int, int, int, int]:
     return {
         "one_shot": (2 * peers, 1, 0, peers),
         "one_shot_dense": (rows_ahead * peers, 1, 0, peers),
-        "one_shot_few": (3 * peers, 1, 2, peers),
         "one_shot_wide": (PARTS * peers, PARTS, 0, PARTS * peers),
         "two_shot": (3 + 2 * peers, 2, 1, 2 * peers + 1),
         "two_shot_wide": (PARTS * (1 + peers), PARTS, PARTS, PARTS * (peers + 1)),

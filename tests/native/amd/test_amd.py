@@ -22,7 +22,6 @@ COMPILED = (
     ("gfx950", Variant("one_shot", "Bfloat16", 8, True)),
     ("gfx942", Variant("one_shot", "Float16", 0, False)),
     ("gfx950", Variant("one_shot_dense", "Float16", 4, True)),
-    ("gfx942", Variant("one_shot_few", "Bfloat16", 2, False)),
     ("gfx942", Variant("two_shot", "Bfloat16", 8, False)),
     ("gfx950", Variant("owned_sum", "Bfloat16", 4, False)),
     ("gfx942", Variant("owned_sum_few", "Float32", 2, False)),

@@ -52,7 +52,9 @@ _FUNCTIONS = {
     "StreamInput": "stream_input_kernel",
     "ClusterInput": "cluster_input_kernel",
     "StreamsInput": "streams_input_kernel",
+    "Team": "team_rows_kernel",
 }
+TEAM_PARTS = 4  # kTeamParts: packs of a row per thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Variant:
 
     @property
     def needs_clusters(self) -> bool:
-        return self.kind.endswith("_clusters") or self.kind == "streams_input"
+        return self.kind.endswith("_clusters") or self.kind in ("streams_input", "one_shot_few")
 
     @property
     def most_ranks(self) -> int:
@@ -113,6 +115,8 @@ class Variant:
         """
         if self.exchanges_sums:
             return (2,)
+        if self.kind == "one_shot_few":
+            return (TEAM_PARTS,)
         if self.world_size == ANY_WORLD_SIZE:
             own = world_sizes(self.dtype)
             return tuple(ranks for ranks in range(3, MOST_RANKS + 1) if ranks not in own)
@@ -134,8 +138,8 @@ class Variant:
             "one_shot": (2 * peers, ranks),
             # with a post norm, the code that sends the row ahead appears twice
             "one_shot_dense": ((3 if self.features == "kExtendedDense" else 2) * peers, ranks),
-            # sent: the first two rows, and one ahead; received: two peeks, and one group of polls
-            "one_shot_few": (3 * peers, 2 + ranks),
+            # sent: the first row, and one ahead; received: one group
+            "one_shot_few": (2 * TEAM_PARTS, ranks),
             # sent: the first row, and two ahead; relayed and received: the first row, and one ahead
             "two_shot": (3 + 2 * peers, 2 * ranks + 1),
             "owned_sum": (2 + peers, ranks + 1),
@@ -226,6 +230,12 @@ def _kernels_of(entry: str, arguments: list[str]) -> Iterator[tuple[tuple[str, .
                 key = (_FUNCTIONS[entry], dtype, str(world_size))
                 yield key, Variant("streams_input", dtype, world_size, quantized=False)
         return
+    if entry == "Team":
+        for dtype in DTYPES:
+            for stored_as in _FORMATS[rest[1]]:
+                key = (_FUNCTIONS[entry], dtype, "2", stored_as)
+                yield key, Variant("one_shot_few", dtype, 2, stored_as != "Plain")
+        return
     ranks = rest.pop(0) if entry in ("Fused", "Streams", "Owned", "WideRows") else "k1"
     if entry == "Streams":
         rest.pop()  # the formats, which are no argument
@@ -280,6 +290,7 @@ def instantiation(variant: Variant) -> str:
     kernel = {"Local": "LocalRows"}.get(entry, entry)
     params = {"Owned": "OwnedRows", "AnyRows": "Local", "WideRows": "Fused"}
     params |= {"Streams": "Fused", "LocalStreams": "Local", "ClusterInput": "StreamInput"}
+    params["Team"] = "Fused"
     return (
         f"{function}<{kernel}Kernel<{', '.join(arguments)}>>"
         f"(const __grid_constant__ {params.get(entry, entry)}Params)"

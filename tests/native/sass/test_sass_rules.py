@@ -30,6 +30,10 @@ LOCAL_ROWS = (
     "_ZN7allnorm17local_rows_kernelINS_15LocalRowsKernelINS_7Float16ENS_10SummedRowsE"
     f"{BASIC}NS_5PlainEEEEEvNS_11LocalParamsE"
 )
+TEAMS = (
+    "_ZN7allnorm16team_rows_kernelINS_10TeamKernelINS_8Bfloat16ELi2ENS_4E4m3EEEEEv"
+    "NS_11FusedParamsE"
+)
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
 
 WAIT = "ACQBULK"
@@ -61,10 +65,7 @@ def kernel(*lines: str, frame_bytes: int = 0) -> Kernel:
             ONE_SHOT.replace("11OneRowAheadELNS_4GridE0", "5PacedELNS_4GridE1"),
             Variant("one_shot_dense", "Bfloat16", 2, True),
         ),
-        (
-            ONE_SHOT.replace("11OneRowAheadELNS_4GridE0", "9FewBlocksELNS_4GridE2"),
-            Variant("one_shot_few", "Bfloat16", 2, True),
-        ),
+        (TEAMS, Variant("one_shot_few", "Bfloat16", 2, True)),
         (
             ONE_SHOT.replace("OneShot", "TwoShot").replace("11OneRowAhead", "7Relayed"),
             Variant("two_shot", "Bfloat16", 2, True),

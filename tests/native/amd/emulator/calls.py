@@ -19,7 +19,6 @@ from .toolchain import CSRC, HERE, compile_library, key_of, locked, publish
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'gpu/hip'}"]
 _OTHERWISE = {
     "one_shot_dense": "one_shot",
-    "one_shot_few": "one_shot",
     "owned_sum_few": "owned_sum",
     "streams_one_shot_dense": "streams_one_shot",
 }

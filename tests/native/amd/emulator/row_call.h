@@ -187,7 +187,7 @@ class RowCall : public GroupCall {
   }
 
   // Returns the name of the kernel kind, as launch.cu chooses it. Tests also use the kernels for
-  // many rows and for few blocks with few rows.
+  // many rows and for few blocks with few rows. One_shot has none for few blocks.
   const char* kind_of(bool few, bool wide) const {
     const bool one_shot = op_.call.algorithm == ALLNORM_ONE_SHOT;
     if (op_.call.op == ALLNORM_ALL_GATHER_ROWS) return "owned_given";
@@ -195,7 +195,6 @@ class RowCall : public GroupCall {
     if (wide) return one_shot ? "one_shot_wide" : "two_shot_wide";
     if (!one_shot && !op_.dense && !takes_sums(op_.call)) return "two_shot";
     if (!one_shot) return few ? "owned_sum_few" : "owned_sum";
-    if (few) return "one_shot_few";
     return op_.dense ? "one_shot_dense" : "one_shot";
   }
 
