@@ -102,37 +102,41 @@ class TeamRows {
         pack_(chunk_ * kPacksPerChunk + thread_ % 32),
         gains_(shared_address(dynamic_shared_floats())),
         x_(slots_of(0), barriers_of(0), slot_bytes()),
-        residuals_(slots_of(kTeamRowsAhead), barriers_of(kTeamRowsAhead), slot_bytes()) {}
-
-  // All threads of the block call it. It contains a barrier of the block.
-  __device__ __forceinline__ void run() {
+        residuals_(slots_of(kTeamRowsAhead), barriers_of(kTeamRowsAhead), slot_bytes()) {
     const int teams = static_cast<int>(blockDim.x) / threads_;
-    const int serving = serving_teams(threads_);
-    const int first = static_cast<int>(blockIdx.x) * teams + team_ - serving;
-    const int step = static_cast<int>(gridDim.x) * teams - serving;
-    if (thread_ == 0) {
-      x_.init(barriers_of(0));
-      residuals_.init(barriers_of(kTeamRowsAhead));
-      publish_barriers();
-      for (int i = 0; i < kTeamRowsAhead; ++i) load_x(first, first + i * step);
-      for (int i = 0; i < kTeamResidualsAhead; ++i) load_residual(first, first + i * step);
-    }
+    first_ = static_cast<int>(blockIdx.x) * teams + team_ - serving_teams(threads_);
+    step_ = static_cast<int>(gridDim.x) * teams - serving_teams(threads_);
+  }
+
+  // Starts the copies of the first rows. Call it once the preceding grid is complete.
+  __device__ __forceinline__ void start() {
+    if (thread_ != 0) return;
+    x_.init(barriers_of(0));
+    residuals_.init(barriers_of(kTeamRowsAhead));
+    publish_barriers();
+    for (int i = 0; i < kTeamRowsAhead; ++i) load_x(first_ + i * step_);
+    for (int i = 0; i < kTeamResidualsAhead; ++i) load_residual(first_ + i * step_);
+  }
+
+  // Call it after start() and after Exchange::begin(). It contains a barrier of the block.
+  __device__ __forceinline__ void run() {
     make_gains();
-    if (first < 0) return serve(serving * threads_);
-    if (first < params_.num_tokens) process(first, step);
+    exchange_.advance_unused();
+    if (first_ < 0) return serve(serving_teams(threads_) * threads_);
+    if (first_ < params_.num_tokens) process();
   }
 
  private:
-  __device__ __forceinline__ void process(int first, int step) {
+  __device__ __forceinline__ void process() {
     SharedAddress own = x_.wait();
-    send(own, first);
+    send(own, first_);
 #pragma unroll 1
-    for (int row = first; row < params_.num_tokens; row += step) {
+    for (int row = first_; row < params_.num_tokens; row += step_) {
       keep_number(pack_);  // or the addresses of all parts would fill the registers
       SharedAddress next{};
-      if (row + step < params_.num_tokens) {
+      if (row + step_ < params_.num_tokens) {
         next = x_.wait();
-        send(next, row + step);
+        send(next, row + step_);
       } else {
         trigger_dependents(params_);
       }
@@ -142,8 +146,8 @@ class TeamRows {
       add_residual(row, sums, z);
       norm_and_store(row, z, [&] {
         if (thread_ != 0) return;
-        load_x(first, row + kTeamRowsAhead * step);
-        load_residual(first, row + kTeamResidualsAhead * step);
+        load_x(row + kTeamRowsAhead * step_);
+        load_residual(row + kTeamResidualsAhead * step_);
       });
       own = next;
     }
@@ -173,13 +177,13 @@ class TeamRows {
   __device__ __forceinline__ SharedAddress barriers_of(int slot) const {
     return shared_address(&shared_storage<Shared>().loaded[team_][slot]);
   }
-  // Start copies of a row, if the team, whose first row is `first`, has it.
-  __device__ __forceinline__ void load_x(int first, int row) {
-    if (first < 0 || row >= params_.num_tokens) return;
+  // Start the copy of a row, if the team has it.
+  __device__ __forceinline__ void load_x(int row) {
+    if (first_ < 0 || row >= params_.num_tokens) return;
     x_.start(params_.x.at(row, 0), row_bytes(), kEvictNormal);
   }
-  __device__ __forceinline__ void load_residual(int first, int row) {
-    if (first < 0 || row >= params_.num_tokens || epilogue_.residual.data == nullptr) return;
+  __device__ __forceinline__ void load_residual(int row) {
+    if (first_ < 0 || row >= params_.num_tokens || epilogue_.residual.data == nullptr) return;
     residuals_.start(epilogue_.residual.at(row, 0), row_bytes(), epilogue_.policy);
   }
   __device__ __forceinline__ uint32_t row_bytes() const {
@@ -374,6 +378,7 @@ class TeamRows {
   int chunks_;
   int chunk_;  // the first of this warp
   int pack_;
+  int first_, step_;  // rows of this team; the first is negative if the team serves
   SharedAddress gains_;
   uint32_t turn_ = 0;
   LoadedRows<kTeamRowsAhead> x_;
@@ -383,10 +388,10 @@ class TeamRows {
 template <class Kernel>
 __device__ __forceinline__ void run_team_rows(const FusedParams& params) {
   Exchange<Kernel::kWorldSize> exchange(params);
-  exchange.begin();
   TeamRows<Kernel> rows(params, exchange);
+  rows.start();
+  exchange.begin();
   rows.run();
-  exchange.advance_unused();
   // barrier: all threads of the block have read the operation counter before it is advanced.
   __syncthreads();
   exchange.advance();

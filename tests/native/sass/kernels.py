@@ -102,6 +102,11 @@ class Variant:
         return self.kind.endswith("_clusters") or self.kind in ("streams_input", "one_shot_few")
 
     @property
+    def has_single_blocks(self) -> bool:
+        """Returns whether the kernel's blocks form no clusters on any GPU."""
+        return self.exchanges_sums or self.kind == "one_shot_few"
+
+    @property
     def most_ranks(self) -> int:
         """The largest world size that the kernel supports."""
         return MOST_RANKS if self.world_size == ANY_WORLD_SIZE else self.world_size

@@ -158,7 +158,7 @@ def no_other_barrier(kernel: Kernel, variant: Variant) -> Iterator[str]:
         [i for i, found in enumerate(kernel.instructions) if found.opcode == opcode]
         for opcode in ("UCGABAR_ARV", "UCGABAR_WAIT")
     )
-    if variant.exchanges_sums:  # its blocks form no clusters
+    if variant.has_single_blocks:
         if arrivals or joins:
             yield "a barrier of a cluster; expected none"
         return
