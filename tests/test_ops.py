@@ -51,6 +51,14 @@ SCHEMAS = {
         'str comm_name, str algorithm="auto", bool experts=False, Tensor? expert_index=None, '
         "Tensor? expert_weights=None, Tensor? shared=None) -> Tensor"
     ),
+    "all_reduce_hyper_connection_input": (
+        "allnorm::all_reduce_hyper_connection_input(Tensor x, Tensor residual, Tensor post, "
+        "Tensor mix, Tensor fn, Tensor scale, Tensor base, Tensor weight, float eps, "
+        "float weight_bias, str numerics, float stream_eps, float hc_eps, int iterations, "
+        'float post_scale, str comm_name, str algorithm="auto", bool experts=False, '
+        "Tensor? expert_index=None, Tensor? expert_weights=None, Tensor? shared=None) -> "
+        "(Tensor normed, Tensor residual, Tensor post, Tensor mix)"
+    ),
     "rms_norm_sharded": (
         "allnorm::rms_norm_sharded(Tensor[] tensors, Tensor[] weights, float eps, "
         'float weight_bias, str numerics, str comm_name, str algorithm="auto") -> Tensor[]'

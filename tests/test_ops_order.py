@@ -58,7 +58,16 @@ def every_call(c: allnorm.Communicator, x: torch.Tensor, w: torch.Tensor) -> lis
     out += c.all_reduce_add_rms_norm(x, x[lo:hi], w, 1e-6, residual_sharded=True)
     out += c.all_reduce_add_rms_norm_quant(x, x, w, 1e-6, quant=allnorm.Fp8PerGroup(32))[:3]
     out.append(c.all_gather_rows(x[lo:hi], x.shape[0]))
-    return out
+    normed, streams, connection = c.all_reduce_hyper_connection_input(x, *streams_of(x, w), w, 1e-6)
+    return [*out, normed, streams, *connection]
+
+
+def streams_of(x: torch.Tensor, w: torch.Tensor) -> tuple[Any, ...]:
+    """Returns two residual streams, their coefficients and a projection, without additions."""
+    matrix, row = x.new_ones(8, x.shape[0]) @ x.repeat(1, 2), x.new_ones(8)
+    connection = allnorm.HyperConnection(x[:, :2], x[:, :4].unflatten(-1, (2, 2)))
+    projection = allnorm.HyperConnectionProjection(matrix, row[:3], row)
+    return x.unflatten(-1, (1, HIDDEN)).expand(-1, 2, -1), connection, projection
 
 
 @on(cpu=(2,))
@@ -166,7 +175,7 @@ def test_export_and_make_fx_keep_calls(rank: int, world_size: int) -> None:
         traced.graph.eliminate_dead_code()
         traced.recompile()
     calls = [node for node in traced.graph.nodes if "allnorm" in str(node.target)]
-    assert len(calls) == 6
+    assert len(calls) == 7
     traced(x, w)
     check_in_step(c, rank)
 
@@ -245,7 +254,8 @@ def test_rows_of_another_rank(rank: int, world_size: int) -> None:
 def test_tracers_see_operators(rank: int, world_size: int) -> None:
     c, (x, w) = comm(), inputs(rank)
     names = ["all_reduce"] * 2 + ["all_reduce_add_rms_norm"] * 2
-    names += ["all_reduce_add_rms_norm_quant", "all_gather_rows", "add_rms_norm"]
+    names += ["all_reduce_add_rms_norm_quant", "all_gather_rows"]
+    names += ["all_reduce_hyper_connection_input", "add_rms_norm"]
 
     def program(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         return [*every_call(c, x, w), *allnorm.add_rms_norm(x, None, w, 1e-6)]

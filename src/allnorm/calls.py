@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from allnorm.core import arguments
-from allnorm.core.call import CallWithInput, Runner
+from allnorm.core.call import Runner
 from allnorm.core.shards import row_shard
-from allnorm.core.shortcuts import is_traced
 from allnorm.core.slices import Slices
 from allnorm.core.stream_input import NextInput
 from allnorm.expert_sum import ExpertSum
@@ -423,8 +422,8 @@ class Calls(abc.ABC):
 
         On NVIDIA GPUs from compute capability 9.0 on, it is one launch for up to about 64 tokens of
         2 to 4 streams in the 16-bit dtype of `x`, if `x` is no ExpertSum and "one_shot" is chosen.
-        Otherwise it is two, and also while it is traced (torch.compile) and in repeated eager
-        calls, which are limited by the CPU. Use CUDA graphs for few tokens.
+        Otherwise it is two, and also in repeated calls outside CUDA graphs, which are limited by
+        the CPU. Under torch.compile it is one operator that follows the same rule.
 
         Args:
             x: this rank's partial sum, as for `all_reduce_hyper_connection`.
@@ -448,21 +447,15 @@ class Calls(abc.ABC):
         under torch.compile. It does not synchronize. Results have no gradient.
         """
         numerics = self.numerics if numerics is None else numerics
-        fields: dict[str, Any] = {
-            "op": "all_reduce_hyper_connection",
-            "source": x,
-            "residual": residual,
-            "algorithm": algorithm,
-            "residual_out": residual_out,
-            "connection": connection,
-        }
-        runner = self._runner(x)
-        following = NextInput(projection, weight, eps, weight_bias, numerics)
-        if is_traced(x) or not following.joins(runner.with_input, residual):
-            streams = runner.call(**fields)
-        else:
-            streams = runner.run(CallWithInput(**fields, next_input=following))
-        normed, next_connection = following.results(streams)
+        normed, streams, next_connection = self._runner(x).call_with_input(
+            op="all_reduce_hyper_connection",
+            source=x,
+            residual=residual,
+            algorithm=algorithm,
+            residual_out=residual_out,
+            connection=connection,
+            next_input=NextInput(projection, weight, eps, weight_bias, numerics),
+        )
         return normed, streams, next_connection
 
     def row_shard(self, num_tokens: int) -> tuple[int, int]:

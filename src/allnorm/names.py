@@ -20,6 +20,7 @@ COLLECTIVES = (
     "all_gather_rows",
     "rms_norm_sharded",
     "all_reduce_hyper_connection",
+    "all_reduce_hyper_connection_input",
 )
 OPS = (*COLLECTIVES, "add_rms_norm", "add_rms_norm_quant")
 

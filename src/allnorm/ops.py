@@ -71,6 +71,21 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
     return run
 
 
+def _implementation_with_input(operator: Operator) -> Callable[..., Any]:
+    """Returns the function that runs an operator whose results include the next layer's input."""
+    pass_on, name_at = operator.pass_on, operator.positions["comm_name"]
+
+    def run(*arguments: Any) -> tuple[_Tensor, ...]:
+        # Before the call, because peers raise if a call that they make too is refused here.
+        arguments = tuple(_without_subclasses(arguments) or arguments)
+        x, comm_name = arguments[0], arguments[name_at]
+        dispatcher = _dispatchers.get((comm_name, x.is_cuda)) or _other_dispatcher(comm_name, x)
+        normed, streams, connection = pass_on(dispatcher.call_with_input, *arguments)
+        return normed, streams, *connection
+
+    return run
+
+
 def _other_dispatcher(comm_name: str, x: _Tensor) -> Dispatcher:
     """Returns the dispatcher of a communicator that is not open yet, or of a one-rank call."""
     if not comm_name:
@@ -103,7 +118,7 @@ def _define(row: Operator) -> None:
     # TorchScript drops unused calls and merges equal ones, unless alias analysis is conservative.
     _library.define(row.schema, "CONSERVATIVE" if row.is_collective else "")
     operator = getattr(torch.ops.allnorm, row.name).default
-    run = _implementation(row)
+    run = (_implementation_with_input if row.makes_input else _implementation)(row)
 
     def without_gradient(*arguments: Any) -> Any:
         x = arguments[0][0] if row.takes_lists else arguments[0]

@@ -16,13 +16,18 @@ import allnorm.functions
 import allnorm.ops
 from allnorm import names
 from allnorm.core import fast_call
-from allnorm.core.call import INPUTS, KEYWORDS, MEMORY, PARTS, SLOTS, Call, Runner
+from allnorm.core.call import INPUTS, KEYWORDS, MEMORY, PARTS, SLOTS, Call, CallWithInput, Runner
 from allnorm.core.operators import OPERATORS, arguments
 from allnorm.core.slices import Slices
+from allnorm.core.stream_input import NextInput
 
 X = torch.ones(2, 64)
 NORM = allnorm.PostNorm(torch.ones(64), 1e-5, 1.0)
 CONNECTION = allnorm.HyperConnection(torch.ones(2, 3), torch.ones(2, 3, 3))
+NEXT_INPUT = NextInput(
+    allnorm.HyperConnectionProjection(*map(torch.ones, (15, 3, 15)), 1e-3, 1e-4, 7, 1.5),  # type: ignore[arg-type]
+    *(X[0], 1e-5, 1.0, "vllm"),
+)
 EXPERTS = allnorm.ExpertSum(
     torch.ones(2, 3, 64), torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int32), X
 )
@@ -39,6 +44,9 @@ def test_a_runner_runs_the_call_of_its_fields() -> None:
     class Same(Runner):
         def run(self, call: Call) -> Call:
             return call
+
+        def call_with_input(self, **_: Any) -> Any:
+            raise NotImplementedError
 
     given: Any = {name: object() for name in KEYWORDS} | {"post_norm": NORM}
     given["connection"] = CONNECTION
@@ -119,6 +127,7 @@ def test_operators_are_the_public_calls() -> None:
         method = getattr(allnorm.Communicator, name, None) or getattr(allnorm, name)
         parameters = set(inspect.signature(method).parameters)
         known = {*KEYWORDS, "x", "residual_shard", "normed_out", "self", "tensors", "weights"}
+        known |= {"projection"} if OPERATORS[name].makes_input else set()
         assert parameters <= known, name
 
 
@@ -140,12 +149,16 @@ def test_operator_arguments_preserve_a_call(name: str, update: bool) -> None:
     """Checks that converting a Call to operator arguments and back loses nothing."""
     row = OPERATORS[name]
     specs = QUANTS if row.is_quantized else (None,)
+    kind = CallWithInput if row.makes_input else Call
     for quant in specs:
-        given: dict[str, Any] = {"op": name, "source": X, "algorithm": "auto"}
+        op = name.removesuffix("_input")
+        given: dict[str, Any] = {"op": op, "source": X, "algorithm": "auto"}
         if name == "all_gather_rows":
             given |= {"num_tokens": 7}
-        elif name == "all_reduce_hyper_connection":
+        elif op == "all_reduce_hyper_connection":
             given |= {"residual": X, "connection": CONNECTION}
+            given |= {"source": EXPERTS} if update else {}
+            given |= {"next_input": NEXT_INPUT} if row.makes_input else {}
         elif name != "all_reduce":
             given |= {"residual": X, "weight": X[0], "eps": 1e-3, "weight_bias": -0.0}
             given |= {"numerics": "vllm"}
@@ -155,12 +168,15 @@ def test_operator_arguments_preserve_a_call(name: str, update: bool) -> None:
             given |= {"quant": quant, "return_normed": True}
         if row.is_collective and call_has_norm(name):
             given |= {"residual_sharded": True, "algorithm": "two_shot"}
-        call = Call(**given)
+        call = kind(**given)
         passed = arguments(call, "a group", 3)
         operator = getattr(torch.ops.allnorm, name).default
         assert len(passed) <= len(operator._schema.arguments)
-        again = row.pass_on(Call, *passed)
+        again = row.pass_on(kind, *passed)
         assert again.constants == call.constants
+        if isinstance(call, CallWithInput):
+            same, operands = call.next_input.operands, again.next_input.operands
+            assert all(operands[name] is same[name] for name in same)
         assert all(a is b for a, b in zip(again.tensors, call.tensors, strict=True))
         named = dict(zip(row.positions, passed, strict=False))
         assert named.get("comm_name", "") == ("a group" if row.is_collective else "")

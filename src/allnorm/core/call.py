@@ -294,8 +294,6 @@ def _method(kind: Callable[_Fields, Call]) -> Callable[Concatenate[Any, _Fields]
 class Runner(abc.ABC):
     """Runs calls of a communicator, or of one rank alone."""
 
-    with_input: set[Any]  # only of a Dispatcher
-
     call = _method(Call)
     """Runs the Call with these fields; returns its results, one tensor or a tuple.
 
@@ -306,3 +304,10 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def run(self, call: Call) -> Any:
         """Runs a call."""
+
+    @abc.abstractmethod
+    def call_with_input(self, *, next_input: Any, **fields: Any) -> tuple[Tensor, Tensor, Any]:
+        """Runs the Call with these fields, and makes the next layer's input.
+
+        Returns `(normed, streams, connection)`. `next_input` is as in CallWithInput.
+        """

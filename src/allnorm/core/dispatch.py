@@ -100,7 +100,7 @@ class Dispatcher(Runner):
     ) -> None:
         self._target = target
         self._prepared: dict[Any, PreparedCall] = {}
-        self.with_input: set[Any] = set()  # geometries for NextInput.joins()
+        self._with_input: set[Any] = set()  # geometries for NextInput.joins()
         # csrc/python must not hold `self`, because the garbage collector cannot see its references.
         myself = weakref.ref(self)
 
@@ -126,8 +126,7 @@ class Dispatcher(Runner):
         """Runs a call that csrc/python does not recognize."""
         if is_intercepted():
             traced.check_intercepted(call)
-            target = self._target
-            return traced.Operators(target.name, target.rank, target.world_size).run(call)
+            return self._operators().run(call)
         try:
             return self._decide_and_launch(call)
         except Exception:
@@ -135,6 +134,23 @@ class Dispatcher(Runner):
         except BaseException as error:
             self._target.interrupted(error)
             raise
+
+    def call_with_input(self, *, next_input: Any, **fields: Any) -> tuple[Any, Any, Any]:
+        """Runs the call, and makes the next layer's input in its launch or after it."""
+        if is_intercepted():
+            traced.check_intercepted(Call(**fields))
+            return self._operators().call_with_input(next_input=next_input, **fields)
+        if next_input.joins(self._with_input, fields["residual"]):
+            streams = self.run(CallWithInput(**fields, next_input=next_input))
+        else:
+            streams = self.call(**fields)
+        normed, connection = next_input.results(streams)
+        return normed, streams, connection
+
+    def _operators(self) -> traced.Operators:
+        """Returns the runner that tracers see."""
+        target = self._target
+        return traced.Operators(target.name, target.rank, target.world_size)
 
     def _decide_and_launch(self, call: Call) -> Any:
         self._target.check_open()

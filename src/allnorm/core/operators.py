@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from allnorm.core import stream_input
 from allnorm.core.arguments import Like
-from allnorm.core.call import KEYWORDS, Call
+from allnorm.core.call import KEYWORDS, Call, CallWithInput
 from allnorm.core.slices import Slices
 from allnorm.expert_sum import ExpertSum
-from allnorm.hyper_connection import HyperConnection
+from allnorm.hyper_connection import HyperConnection, HyperConnectionProjection
 from allnorm.post_norm import PostNorm
 from allnorm.quant import (
     from_op_arguments,
@@ -51,8 +52,9 @@ class Operator:
     Attributes:
         name: name in torch.ops.allnorm, and `op` of a Call.
         parameters: parameters in order.
-        results: results in order, each named by the Call field for its preallocated memory.
-        returns: results in the syntax of a torch schema.
+        results: the call's results in order, each named by the Call field for its preallocated
+            memory.
+        returns: all results in the syntax of a torch schema.
     """
 
     def __init__(
@@ -81,6 +83,11 @@ class Operator:
         return self.parameters[0].type == "Tensor[]"
 
     @functools.cached_property
+    def makes_input(self) -> bool:
+        """Returns whether the next layer's input is a result; then the receiver takes it too."""
+        return "fn" in self.positions
+
+    @functools.cached_property
     def positions(self) -> dict[str, int]:
         """The positions of the parameters, keyed by name."""
         return {parameter.name: index for index, parameter in enumerate(self.parameters)}
@@ -103,6 +110,11 @@ class Operator:
             own["post_norm"] = _POST_NORM
         if "post" in own:
             own["connection"] = "HyperConnection(post, mix)"
+        op = self.name
+        if self.makes_input:
+            op = "all_reduce_hyper_connection"
+            own = {name: own[name] for name in ("source", "residual", "algorithm", "connection")}
+            own["next_input"] = _NEXT_INPUT
         if self.is_quantized:
             own["quant"] = _QUANT_SPEC
         if self.takes_lists:
@@ -110,10 +122,10 @@ class Operator:
                 "source": "tensors[0]",
                 "slices": "Slices(tuple(tensors), tuple(weights), None)",
             }
-        fields = (f"{name}={own[name]}" for name in KEYWORDS if name in own)
+        fields = (f"{name}={own[name]}" for name in (*KEYWORDS, "next_input") if name in own)
         head = f"lambda receive, {', '.join(parameters)}"
         function: Callable[..., Any] = eval(
-            f"{head}: receive(op={self.name!r}, {', '.join(fields)})", dict(_CLASSES)
+            f"{head}: receive(op={op!r}, {', '.join(fields)})", dict(_CLASSES)
         )
         return function
 
@@ -122,6 +134,11 @@ class Operator:
 
         The call itself checks whether the shapes of its arguments match.
         """
+        if self.makes_input:
+            call = self.pass_on(CallWithInput, *given)
+            streams = _fake(call, "residual_out", None)
+            normed, post, mix = stream_input.allocate(streams, call.next_input.operands["weight"])
+            return normed, streams, post, mix
         call = self.pass_on(Call, *given)
         if call.slices is not None:
             return [x.new_empty(x.shape) for x in call.slices.tensors]
@@ -144,13 +161,19 @@ def arguments(call: Call, comm_name: str, residual_rows: int | None) -> tuple[An
             values[name] = float(values[name])
     updates = call.post_norm is not None or call.experts or call.scale != 1
     has_rare = updates or call.prefetch is not None or not call.gather
-    return tuple(values[name] for name in _argument_names(call.op, has_rare))
+    op = call.op
+    if isinstance(call, CallWithInput):
+        op += "_input"
+        values |= call.next_input.operands
+    return tuple(values[name] for name in _argument_names(op, has_rare))
 
 
 def _argument_names(op: str, has_rare: bool) -> tuple[str, ...]:
     """Returns the names of an operator's arguments; without the rare ones, which come last."""
-    names = tuple(parameter.name for parameter in OPERATORS[op].parameters)
-    return names if has_rare else tuple(name for name in names if name not in _RARE)
+    names = [parameter.name for parameter in OPERATORS[op].parameters]
+    while not has_rare and names[-1] in _RARE:
+        names.pop()
+    return tuple(names)
 
 
 def results_of(op: str) -> tuple[str, ...]:
@@ -220,11 +243,17 @@ def _fake(call: Call, field: str, residual_rows: int | None) -> torch.Tensor:
 # Expressions for the Call fields that operators take as separate parts.
 _SOURCE = "ExpertSum(x, expert_weights, expert_index, shared) if experts else x"
 _POST_NORM = "None if post_weight is None else PostNorm(post_weight, post_eps, post_weight_bias)"
+_NEXT_INPUT = (
+    "NextInput(HyperConnectionProjection(fn, scale, base, stream_eps, hc_eps, iterations, "
+    "post_scale), weight, eps, weight_bias, numerics)"
+)
 _QUANT_SPEC = "from_op_arguments(quant_kind, group_size, scale_layout, scale_format, static_scale)"
 _CLASSES = {
     "Slices": Slices,
     "ExpertSum": ExpertSum,
     "HyperConnection": HyperConnection,
+    "HyperConnectionProjection": HyperConnectionProjection,
+    "NextInput": stream_input.NextInput,
     "PostNorm": PostNorm,
     "from_op_arguments": from_op_arguments,
 }
@@ -261,6 +290,11 @@ _EXPERTS = (
     Parameter("Tensor?", "expert_index", None),
     Parameter("Tensor?", "expert_weights", None),
     Parameter("Tensor?", "shared", None),
+)
+_PROJECTION = tuple(Parameter("Tensor", name) for name in ("fn", "scale", "base"))
+_PROJECTION_CONSTANTS = (
+    *(Parameter("float", "stream_eps"), Parameter("float", "hc_eps")),
+    *(Parameter("int", "iterations"), Parameter("float", "post_scale")),
 )
 _RESIDUAL_UPDATE = (
     Parameter("Tensor?", "post_weight", None),
@@ -325,6 +359,16 @@ OPERATORS = {
             ),
             ("residual_out",),
             "Tensor",
+        ),
+        Operator(
+            "all_reduce_hyper_connection_input",
+            (
+                *(_X, Parameter("Tensor", "residual"), Parameter("Tensor", "post")),
+                *(Parameter("Tensor", "mix"), *_PROJECTION, Parameter("Tensor", "weight"), _EPS),
+                *(*_ROUNDING, *_PROJECTION_CONSTANTS, _COMM_NAME, _ALGORITHM, *_EXPERTS),
+            ),
+            ("residual_out",),
+            "(Tensor normed, Tensor residual, Tensor post, Tensor mix)",
         ),
         Operator("add_rms_norm", (*_NORM, *_RESIDUAL_UPDATE), *_TWO),
         Operator("add_rms_norm_quant", (*_NORM_QUANT, *_RESIDUAL_UPDATE), *_FOUR),

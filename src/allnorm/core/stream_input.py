@@ -244,6 +244,26 @@ class NextInput:
             return True  # a wrong argument, which the call reports
         return is_new
 
+    @property
+    def operands(self) -> dict[str, Any]:
+        """The operator's arguments for the input, keyed by name."""
+        (fn, scale, base, *constants), weight, eps = self._arguments
+        stream_eps, hc_eps, iterations, post_scale = constants
+        weight_bias, numerics = self._rounding
+        return {
+            "fn": fn,
+            "scale": scale,
+            "base": base,
+            "weight": weight,
+            "eps": eps,
+            "weight_bias": weight_bias,
+            "numerics": numerics,
+            "stream_eps": stream_eps,
+            "hc_eps": hc_eps,
+            "iterations": iterations,
+            "post_scale": post_scale,
+        }
+
     def prepare(self, streams: Tensor) -> None:
         """Prepares the input of streams that the call will make in this memory."""
         (fn, scale, base, *constants), weight, eps = self._arguments

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from allnorm.core import arguments, checks, operators, tensors
-from allnorm.core.call import TENSORS, Call, Runner
+from allnorm.core.call import TENSORS, Call, CallWithInput, Runner
 from allnorm.core.shards import row_shard
 from allnorm.core.slices import Slices
+from allnorm.hyper_connection import HyperConnection
 from allnorm.quant import Fp8PerTensor
 
 _Tensor = torch.Tensor
@@ -63,6 +64,23 @@ class Operators(Runner):
             else _given(call, field)
             for field, result in zip(fields, results, strict=True)
         )
+
+    def call_with_input(self, **fields: Any) -> tuple[_Tensor, _Tensor, HyperConnection]:
+        """Runs a call and the next layer's input as one operator."""
+        call = CallWithInput(**fields)
+        arguments.check_algorithm(call.algorithm)
+        parts = call.next_input.operands
+        given = {name: parts[name] for name in ("fn", "scale", "base", "weight")}
+        tensors.check_all_fake(
+            x=call.x, residual=call.residual, post=call.post, mix=call.mix, **given
+        )
+        if call.residual_out is not None:
+            like = operators.result_like(call, "residual_out", None)
+            arguments.check_like("residual_out", call.residual_out, like)
+        normed, streams, post, mix = torch.ops.allnorm.all_reduce_hyper_connection_input(
+            *operators.arguments(call, self._name, None)
+        )
+        return normed, _into(call.residual_out, streams), HyperConnection(post, mix)
 
     def _run_slices(self, call: Call, slices: Slices) -> list[_Tensor]:
         checks.check_whole_rows(call, self._world_size)
