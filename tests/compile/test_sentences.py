@@ -46,6 +46,10 @@ ELSEWHERE = {
     "the dtype of the old streams": "test_streams.py",
     "residual streams: expected 2 to 8": "test_streams.py",
     "an input of the streams' sum": "test_streams.py",
+    ", next layer's input": "test_next_inputs.py",
+    "the next layer's input is not fused": "test_next_inputs.py",
+    "is computed from the streams": "test_next_inputs.py",
+    "comes after the reduction": "test_next_inputs.py",
 }
 # Maps parts of sentences that no graph produces to the cause, or to where the text appears instead.
 GUARDS = {
@@ -60,6 +64,8 @@ GUARDS = {
     "no second norm": "part of a fused site",
     "rows over ranks": "part of a fused site",
     "the streams or their factors are not on": "PyTorch computes on one device",
+    "is used as a whole": "tracers take each of an operator's results",
+    "writes to memory before": "graphs with sites are functional",
     "<guards of a graph>": "a file name",
 }
 ERRORS = {"ValueError", "TypeError", "RuntimeError", "AllnormError", "CommunicatorClosedError"}

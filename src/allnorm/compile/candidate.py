@@ -213,6 +213,8 @@ class Match:
         scale_layout: the layout of the computed scales, as passed to the operator.
         experts: the rows that the call sums to get `x`, or None.
         note: why an additional part of the graph was not fused; empty if all of it was.
+        next_input: why the call does not make the next layer's input from its streams; empty if it
+            does, and None if the graph does not make it.
         lead_x: number of leading dimensions of size 1 that are added to `x`.
         lead_residual: number of leading dimensions of size 1 that are added to the residual.
         numbers: maps nodes to the numbers they compute, which the call takes as constants.
@@ -234,6 +236,7 @@ class Match:
     static_scale: Node | None = None
     experts: Experts | None = None
     note: str = ""
+    next_input: str | None = None
     lead_x: int = 0
     lead_residual: int = 0
     numbers: dict[Node, object] = field(default_factory=dict)

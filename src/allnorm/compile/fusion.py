@@ -21,6 +21,7 @@ from allnorm.compile.functional import Functional, NotFunctional, make_functiona
 from allnorm.compile.groups import check_group, communicator_name, group_of
 from allnorm.compile.match import Matcher
 from allnorm.compile.merge import merge
+from allnorm.compile.next_inputs import join_inputs, streams_in
 from allnorm.compile.reductions import Reduction, find_reductions, only_all_reduces
 from allnorm.compile.report import FusionReport, Site
 from allnorm.compile.rewrite import Rewriter
@@ -50,6 +51,8 @@ def fuse(
     All-reduces of sums of squares, by which rows that are spread over the ranks are normed, become
     calls of `rms_norm_sharded`. Those that follow each other become one call, if their tensors do
     not depend on each other's norms.
+
+    A `hyper_connection_input` of new residual streams is made in the call that makes the streams.
 
     A site is fused only if one of the rounding modes reproduces the graph's operations, including
     PyTorch's roundings in eager mode. Only the order of additions in the mean square and the last
@@ -200,6 +203,7 @@ def _fuse_one(
     reductions = find_reductions(module.graph, options.all_reduce_ops)
     children = [node for node in module.graph.nodes if isinstance(module_of(node), GraphModule)]
     if not reductions and not children:
+        _join_inputs(module, inputs.get(module))
         return []
     given = _Given(module, reductions, inputs.get(module), communicator, options)
     search = given.search()
@@ -219,7 +223,29 @@ def _fuse_one(
         for one in [one for one in sites if one.match is not None]:
             one.miss(problem)
         report = [_site(values, shapes, one) for one in sites]
-    return report
+    if all(one.match is None for one in sites):
+        _join_inputs(module, inputs.get(module))
+    return [_with_input(site, one.match) for site, one in zip(report, sites, strict=True)]
+
+
+def _join_inputs(module: GraphModule, examples: Sequence[Any] | None) -> None:
+    """Joins the inputs in a graph without matches to the calls that make their streams."""
+    graph = module.graph
+    if streams_in(graph):
+        names = [node.name for node in occurrences(graph)]
+        if "" in join_inputs(graph, Shapes(module, {}, examples)).values():
+            _keep_names(graph, names)
+            module.recompile()
+
+
+def _with_input(site: Site, match: Match | ShardedMatch | None) -> Site:
+    """Returns a site's entry in the report with what happened to the next layer's input."""
+    why = match.next_input if isinstance(match, Match) else None
+    if why is None:
+        return site
+    if why:
+        return replace(site, note=site.note or f"the next layer's input is not fused: {why}")
+    return replace(site, boundary=f"{site.boundary}, next layer's input")
 
 
 @dataclass
@@ -468,6 +494,9 @@ def _rewrite(
     for call in calls.values():
         rewriter.apply(*call)
     rewriter.finish()
+    for node, why in join_inputs(graph, shapes).items():
+        if node in rewriter.streams:
+            rewriter.streams[node].next_input = why
     if functional is not None:
         problem = functional.finish(shapes, [one.before for one in found], meta_key)
         if problem:

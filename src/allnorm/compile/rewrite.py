@@ -29,9 +29,14 @@ _NORMED = 3
 
 
 class Rewriter:
-    """Applies a graph's matches; `values` has the graph's expressions before any change."""
+    """Applies a graph's matches; `values` has the graph's expressions before any change.
+
+    Attributes:
+        streams: maps each call that makes new residual streams to its match.
+    """
 
     def __init__(self, graph: Graph, values: Values) -> None:
+        self.streams: dict[Node, Match] = {}
         self._graph = graph
         self._values = values
         self._shapes = values.shapes
@@ -62,6 +67,7 @@ class Rewriter:
         served: list[Value | None] = [candidate.normed, candidate.summed]
         if candidate.streams is not None:
             served = [candidate.summed]
+            self.streams[call] = match
         if quantization is not None:
             served = [quantization.quantized, quantization.scale, *reversed(served)]
             self._quantizing.append(call)
