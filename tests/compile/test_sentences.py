@@ -50,6 +50,10 @@ ELSEWHERE = {
     "the next layer's input is not fused": "test_next_inputs.py",
     "is computed from the streams": "test_next_inputs.py",
     "comes after the reduction": "test_next_inputs.py",
+    "are not those of": "test_stream_inputs.py",
+    "would differ in their last bits": "test_stream_inputs.py",
+    "from which the next input is made": "test_stream_inputs.py",
+    "is not shaped like the streams": "test_stream_inputs.py",
 }
 # Maps parts of sentences that no graph produces to the cause, or to where the text appears instead.
 GUARDS = {

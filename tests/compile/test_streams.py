@@ -237,11 +237,11 @@ def test_tracers(rank: int, world_size: int, tracer: str) -> None:
         assert_same_bits(actual, wanted(fn, inputs, world_size), fn.__name__)
 
 
-def compiled(fn: Any, is_late: bool, reports: list[FusionReport]) -> Any:
+def compiled(fn: Any, is_late: bool, reports: list[FusionReport], **options: Any) -> Any:
     """Compiles a function to its fused graph from Dynamo or, if `is_late`, from AOTAutograd."""
 
     def compiler(module: GraphModule, given: Any) -> Any:
-        reports.append(fuse(module, None, comm()))
+        reports.append(fuse(module, None, comm(), **options))
         return make_boxed_func(module.forward) if is_late else module.forward
 
     torch._dynamo.reset()
@@ -397,6 +397,8 @@ def test_approximate(rank: int, world_size: int, name: str) -> None:
 class RowParallel(torch.nn.Module):
     """A linear layer that holds this rank's columns of a weight, and reduces its output."""
 
+    reduces = True
+
     def __init__(self, whole: torch.nn.Linear) -> None:
         super().__init__()
         width = whole.in_features // dist.get_world_size()
@@ -405,7 +407,7 @@ class RowParallel(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         partial = F.linear(x[..., self.columns], self.weight)
-        return funcol.all_reduce(partial, "sum", dist.group.WORLD)
+        return funcol.all_reduce(partial, "sum", dist.group.WORLD) if self.reduces else partial
 
 
 def deepseek_v4(dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.fx import Node
 
@@ -196,6 +196,28 @@ class Experts:
     shared: Node | None
 
 
+@dataclass(frozen=True)
+class PlainInput:
+    """The next layer's input in plain PyTorch, as nodes of the graph.
+
+    Attributes:
+        arguments: the arguments of `hyper_connection_input` after the streams.
+        normed: the nodes that compute the normed input.
+        post: the node of the factors of the layer's output, [..., streams].
+        comb: the node of the matrix, [..., old stream, new stream].
+    """
+
+    arguments: tuple[Any, ...]
+    normed: tuple[Node, ...]
+    post: Node
+    comb: Node
+
+    @property
+    def constants(self) -> tuple[object, ...]:
+        """The arguments that are not tensors."""
+        return tuple(each for each in self.arguments if not isinstance(each, Node))
+
+
 @dataclass
 class Match:
     """A fused call.
@@ -215,6 +237,8 @@ class Match:
         note: why an additional part of the graph was not fused; empty if all of it was.
         next_input: why the call does not make the next layer's input from its streams; empty if it
             does, and None if the graph does not make it.
+        plain_input: the next layer's input, which the graph makes in plain PyTorch and a call of
+            `hyper_connection_input` replaces; or None.
         lead_x: number of leading dimensions of size 1 that are added to `x`.
         lead_residual: number of leading dimensions of size 1 that are added to the residual.
         numbers: maps nodes to the numbers they compute, which the call takes as constants.
@@ -237,6 +261,7 @@ class Match:
     experts: Experts | None = None
     note: str = ""
     next_input: str | None = None
+    plain_input: PlainInput | None = None
     lead_x: int = 0
     lead_residual: int = 0
     numbers: dict[Node, object] = field(default_factory=dict)

@@ -88,7 +88,8 @@ def fuse(
         approximate_streams: also fuses hyper-connections that round a part of the new streams to 16
             bits before they add it to the other part. The fused call rounds only the sum. An
             element differs by the roundings that are omitted, each of which is at most half a unit
-            in the last place of the part.
+            in the last place of the part. The call then also makes a next input that is computed in
+            plain PyTorch; its float32 numbers differ in their last bits.
 
     Returns:
         The report: every reduction, fused or missed, and why it was missed.
@@ -467,6 +468,7 @@ def _action(match: Match | ShardedMatch | None, values: Values) -> str:
             candidate.residual and candidate.residual.dtype,
             candidate.reduction.scatters,
             candidate.streams is not None,
+            match.plain_input and match.plain_input.constants,
         ),
         *([norm.eps for norm in candidate.norms], weights, candidate.branch.scale),
         *(candidate.quantization and str(candidate.quantization), match.scale_layout),

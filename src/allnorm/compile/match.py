@@ -25,6 +25,7 @@ from allnorm.compile.quantize import find_quantizations, is_quantized_otherwise
 from allnorm.compile.reductions import Reduction
 from allnorm.compile.shapes import FLOATS, static_size
 from allnorm.compile.sharded import ShardedMatch, match_sharded, reduces_squares
+from allnorm.compile.stream_inputs import place_input
 from allnorm.compile.streams import find_streams
 from allnorm.compile.values import Values
 from allnorm.compile.vocabulary import not_plain, written
@@ -87,6 +88,9 @@ class Matcher:
                 approximate=self._approximate_streams,
             )
             if found is not None:
+                place_input(
+                    *(self._values, self._norms, found), approximate=self._approximate_streams
+                )
                 return found
         if reduction.scatters and first is None:
             raise Missed("no residual add with an RMSNorm of its rows follows the reduce-scatter")

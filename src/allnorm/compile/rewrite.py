@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from allnorm import policy
 from allnorm.compile import guards, prefetch
-from allnorm.compile.candidate import Coefficients, Match, Weight
+from allnorm.compile.candidate import Coefficients, Match, PlainInput, Weight
 from allnorm.compile.expressions import Value
 from allnorm.compile.functional import is_last_copy
 from allnorm.compile.safety import answer, is_answered
@@ -44,6 +44,7 @@ class Rewriter:
         self._place = graph.output_node()
         self._in_order = True
         self._replaced: dict[Node, Node] = {}
+        self._transposed: dict[Node, Node] = {}  # matrices of which other nodes are the transpose
         self._superfluous: set[Node] = set()
         self._answered: set[Node] = set()
         self._quantizing: list[Node] = []
@@ -88,6 +89,32 @@ class Rewriter:
                     viewed[view] = self._repeat(view, result)
                 self._put(result if view is None else viewed[view], node)
         self._superfluous.update(match.members, match.dead, match.inputs)
+        if match.plain_input is not None:
+            self._make_input(match, match.plain_input)
+
+    def _make_input(self, match: Match, plain: PlainInput) -> None:
+        """Replaces the next layer's input, which the graph makes from a match's streams."""
+        assert match.candidate.summed is not None
+        source, position = match.candidate.summed.definers[0], self._values.position
+        begin = position[match.reduction.node]
+        late = [n for n in plain.arguments if isinstance(n, Node) and position[n] > begin]
+        for node in late:
+            if node.op == "get_attr":
+                self._move_up(node)
+        self._in_order = self._in_order and all(node.op == "get_attr" for node in late)
+        given = [self._current(one) if isinstance(one, Node) else one for one in plain.arguments]
+        target = torch.ops.allnorm.hyper_connection_input.default
+        made = self._add(target, (self._current(source), *given))
+        normed, post, mix = (self._add(operator.getitem, (made, index)) for index in range(3))
+        tensor = self._shapes.of(plain.comb)
+        assert tensor is not None
+        order = [*range(tensor.dim() - 2), tensor.dim() - 1, tensor.dim() - 2]
+        comb = self._input(self._add(torch.ops.aten.permute.default, (mix, order)), whole=True)
+        self._transposed[comb] = mix
+        for node in plain.normed:
+            self._put(normed, node)
+        self._put(post, plain.post)
+        self._put(comb, plain.comb)
 
     def _norm_slices(self, match: ShardedMatch, comm_name: str) -> None:
         """Replaces one site with a call of `rms_norm_sharded`."""
@@ -237,7 +264,9 @@ class Rewriter:
     def _factors(self, given: Coefficients, leading: int) -> Node:
         """Returns a hyper-connection's factors in float32, contiguous, in the call's layout."""
         node = self._without_ones(given.node, leading)
-        if given.transposed:
+        if given.transposed and node in self._transposed:
+            node = self._transposed[node]
+        elif given.transposed:
             order = [*range(leading), leading + 1, leading]
             node = self._add(torch.ops.aten.permute.default, (node, order))
         tensor = self._shapes.of(node)

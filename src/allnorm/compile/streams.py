@@ -372,7 +372,7 @@ class _Reader:
         nodes = (*inner.nodes, node)
         if not _exactly(before, after):
             return None
-        order = _order(node, before.dim())
+        order = order_of(node, before.dim())
         if order is not None:
             tokens = list(range(inner.leading))
             if order[: inner.leading] != tokens:
@@ -421,7 +421,7 @@ def _both(axes: Sequence[int | None]) -> tuple[int, ...] | None:
     return found if len(found) == 2 else None
 
 
-def _order(node: Node, dims: int) -> list[int] | None:
+def order_of(node: Node, dims: int) -> list[int] | None:
     """Returns the order of dimensions that a permutation makes; None for other nodes."""
     order = list(range(dims))
     if node.target is getattr:
