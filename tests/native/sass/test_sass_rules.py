@@ -31,8 +31,7 @@ LOCAL_ROWS = (
     f"{BASIC}NS_5PlainEEEEEvNS_11LocalParamsE"
 )
 TEAMS = (
-    "_ZN7allnorm16team_rows_kernelINS_10TeamKernelINS_8Bfloat16ELi2ENS_4E4m3EEEEEv"
-    "NS_11FusedParamsE"
+    "_ZN7allnorm16team_rows_kernelINS_10TeamKernelINS_8Bfloat16ELi2ENS_4E4m3EEEEEvNS_11FusedParamsE"
 )
 VARIANT = Variant("one_shot", "Bfloat16", 2, False)
 
