@@ -152,13 +152,18 @@ def test_repeated_calls(rank: int, world_size: int) -> None:
         assert_equal((normed, connection), (expected, wanted), "input")
 
 
-def replay(c: allnorm.Communicator, tokens: int) -> None:
+def replay(c: allnorm.Communicator, tokens: int, *, compiled: bool = False) -> None:
+    def layer(*arguments: Any) -> Any:
+        return c.all_reduce_hyper_connection_input(*arguments)
+
+    call = torch.compile(layer, fullgraph=True) if compiled else layer
     inputs = Inputs(tokens, c.world_size, (tokens,), 4096, 4)
     streams, wanted = inputs.wanted(c)
-    inputs.check(c, "a call before the capture")
+    for _ in range(2):
+        assert_same_bits(call(*inputs.arguments(c.rank))[1], streams, "before the capture")
     with capture() as graph:
-        results = c.all_reduce_hyper_connection_input(*inputs.arguments(c.rank))
-        again = c.all_reduce_hyper_connection_input(*inputs.arguments(c.rank))
+        results = call(*inputs.arguments(c.rank))
+        again = call(*inputs.arguments(c.rank))
     for number in range(20):
         for result in (*results[:2], *again[:2]):
             result.zero_()
@@ -172,6 +177,12 @@ def replay(c: allnorm.Communicator, tokens: int) -> None:
 def test_graphs(rank: int, world_size: int) -> None:
     for tokens in (1, 4, 40):
         replay(comm(), tokens)  # a graph must be destroyed before the next capture
+
+
+@on(gpu=(2,))
+def test_graphs_of_compiled_code(rank: int, world_size: int) -> None:
+    for tokens in (1, 40):
+        replay(comm(), tokens, compiled=True)
 
 
 @on(cpu=(1, 2), gpu=(2,))
