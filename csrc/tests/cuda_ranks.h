@@ -96,12 +96,13 @@ void launch_kernels(shim::Machine& machine, const AllnormCommConfig& config, Ope
         .num_threads = threads_of(packs, op.cluster_size * on.parts)};
     int shared_bytes = 0;
     if (runs_in_teams<Kernels>(params, op, kWorldSize)) {
-      // With few teams, each has several rows.
-      const int threads = team_threads(packs);
-      const int teams = std::max(serving_teams(threads), 1 + static_cast<int>(count % 2));
-      geometry = {.num_blocks = std::max(2, most_blocks),
-                  .cluster_size = 1,
-                  .num_threads = teams * threads};
+      // Calls of many rows have so few teams that each has several rows.
+      geometry = team_geometry(packs, count, most_blocks);
+      if (count > 4 && on.num_blocks == 0) {
+        const int threads = team_threads(packs);
+        geometry.num_blocks = 2;
+        geometry.num_threads = serving_teams(threads) * threads;
+      }
       shared_bytes = team_shared_bytes(packs, geometry.num_threads,
                                        static_cast<int>(kPackBytes / element_bytes(op.call.dtype)));
     }

@@ -16,6 +16,7 @@ SEEN = ": expected\n"
 SLICES = STREAMS = "FAILED: fused, seed"
 INPUT = "cuda_stream_input_test"
 BOTH = "cuda_streams_input_test"
+FEW = "cuda_few_blocks_test"
 Build = Literal["plain", "thread"]
 
 
@@ -94,11 +95,11 @@ FAULTS = (
     _wrong("any_lane_suffices"),
     _races("row_sums_without_barrier"),
     _races("one_buffer_of_row_sums"),
-    _wrong("loaded_row_not_waited_for"),
-    _races("gains_used_early"),
-    _races("row_loaded_over_another"),
-    _races("team_sums_without_barrier"),
-    _races("maxima_of_teams_read_early", test="cuda_kernels_test"),
+    _wrong("loaded_row_not_waited_for", test=FEW),
+    _races("gains_used_early", test=FEW),
+    _races("row_loaded_over_another", test=FEW),
+    _races("team_sums_without_barrier", test=FEW),
+    _races("maxima_of_teams_read_early", test=FEW),
     _races("row_sums_not_waited_for", RACE, "or of one that has ended"),
     _races("cluster_does_not_join"),
     _races("scales_sent_before_staged"),
