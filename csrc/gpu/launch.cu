@@ -2,8 +2,10 @@
 #include <climits>
 #include <map>
 #include <mutex>
+#include <set>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 
 #include "abi/check.h"
 #include "abi/error.h"
@@ -50,10 +52,8 @@ KernelKind kind_of(const AllnormCall& call, Grid grid, bool is_wide) {
 }
 
 // Returns the number of blocks of `kernel` that the device holds at once; queried once per kernel,
-// block size and cluster size. `shared_bytes`: the most dynamic shared memory that it may have, if
-// that is more than the 48 KiB which every kernel may have.
-int resident_blocks(const Device& device, const void* kernel, const Geometry& geometry,
-                    int shared_bytes = 0) {
+// block size and cluster size.
+int resident_blocks(const Device& device, const void* kernel, const Geometry& geometry) {
   static std::mutex mutex;
   static std::map<std::tuple<int, const void*, int, int>, int> known;
   const std::tuple key(device.index, kernel, geometry.num_threads, geometry.cluster_size);
@@ -61,11 +61,8 @@ int resident_blocks(const Device& device, const void* kernel, const Geometry& ge
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   int blocks = 0;
-  cudaError_t error = cudaSuccess;
-  if (shared_bytes != 0) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    blocks = device.num_sms;
-  } else if (geometry.cluster_size > 1) {
+  cudaError_t error;
+  if (geometry.cluster_size > 1) {
     // A cluster must fit into one group of SMs, so fewer blocks may fit than if each could be
     // placed alone.
     cudaLaunchAttribute attribute;
@@ -89,6 +86,21 @@ int resident_blocks(const Device& device, const void* kernel, const Geometry& ge
   }
   known.emplace(key, blocks);
   return blocks;
+}
+
+// Allows `kernel` more dynamic shared memory than the 48 KiB that every kernel may have; asked once
+// per kernel and device, so `most_bytes` must be what any of its launches takes.
+int32_t allow_shared(const Device& device, const void* kernel, int most_bytes) {
+  static std::mutex mutex;
+  static std::set<std::pair<int, const void*>> allowed;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::pair key(device.index, kernel);
+  if (allowed.contains(key)) return ALLNORM_OK;
+  const int32_t status = cuda_status(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes),
+      "allowing a kernel more shared memory");
+  if (status == ALLNORM_OK) allowed.insert(key);
+  return status;
 }
 
 bool is_aligned(const void* pointer, int64_t stride_bytes) {
@@ -159,10 +171,10 @@ int32_t launch_teams(const Device& device, const AllnormCall& call, const Kernel
                      const FusedParams& fused, const void* params, int most_blocks, Start start) {
   const void* const kernel = find_kernel(call.dtype, key);
   const auto elems_per_pack = static_cast<int>(kPackBytes / element_bytes(call.dtype));
-  const Geometry geometry = team_geometry(fused.packs, fused.num_tokens, most_blocks);
+  const int most_bytes = team_shared_bytes(kMaxTeamPacks, kMaxThreads, elems_per_pack);
+  if (const int32_t status = allow_shared(device, kernel, most_bytes)) return status;
   // Its blocks are at most three quarters of the SMs (choose_grid), so all of them are resident.
-  resident_blocks(device, kernel, geometry,
-                  team_shared_bytes(kMaxTeamPacks, kMaxThreads, elems_per_pack));
+  const Geometry geometry = team_geometry(fused.packs, fused.num_tokens, most_blocks);
   return launch(device, kernel, params, geometry,
                 team_shared_bytes(fused.packs, geometry.num_threads, elems_per_pack), call, start);
 }

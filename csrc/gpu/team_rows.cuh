@@ -35,7 +35,7 @@ struct TeamKernel {
 template <int kSlots>
 class LoadedRows {
  public:
-  // `barriers`: one per slot. All threads of the team call init(), then pass a barrier.
+  // `barriers`: one per slot. One thread calls init(), and then the team passes a barrier.
   __device__ __forceinline__ LoadedRows(SharedAddress rows, SharedAddress barriers, uint32_t bytes)
       : rows_(rows), barriers_(barriers), slot_bytes_(bytes) {}
 

@@ -53,5 +53,22 @@ TEST(kernels) {
   check_launched(rank.run(call), Kind::kOneShot, "a scaled sum");
 }
 
+// A kernel that was refused shared memory once asks again.
+TEST(refused_shared_memory) {
+  if (!kHasTeams) return;
+  for (const bool refused : {true, false}) {
+    fake::reset();
+    Rank rank;
+    rank.open();
+    AllnormCall call = few_blocks(rank, 2, 3, 4096);
+    call.dtype = call.weight_dtype = ALLNORM_FLOAT16;  // not yet allowed by another test
+    if (refused) fake::fail_nth(0, "cudaFuncSetAttribute");
+    const int32_t status = rank.run(call);
+    check(status == (refused ? ALLNORM_SYSTEM : ALLNORM_OK), "refused %d: status %d, %s", refused,
+          status, allnorm_last_error());
+    check(!refused || error_has("shared memory"), "%s", allnorm_last_error());
+  }
+}
+
 }  // namespace
 }  // namespace allnorm::testing
