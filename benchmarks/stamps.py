@@ -65,7 +65,7 @@ MOST_WARPS = 1 << 13  # maximum warps per launch
 def stamped_library() -> ctypes.CDLL:
     """Returns the library, which must be built with time stamps."""
     _native.library("cuda")  # raises, with the remedy, if there is no library
-    library = ctypes.CDLL(str(_native._library_path("cuda")))
+    library = ctypes.CDLL(str(_native.library_path("cuda")))
     if not hasattr(library, "allnorm_stamps_to"):
         sys.exit(f"this library has no time stamps: build it as described in {sys.argv[0]}")
     return library
