@@ -60,6 +60,21 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_block
   return size;
 }
 
+// Returns a larger cluster size for two_shot of few rows over more than two ranks, if the GPU holds
+// all rows at once in clusters of that size (`resident_blocks(blocks per row)`) and is not quite
+// full: after a GEMM, the last clusters of a full grid started late. Figures:
+// docs/engineering-log/2026-11-29-four-ranks-on-two-gpus.md
+template <class ResidentBlocks>
+int spread_clusters(int cluster_size, int64_t packs, int64_t num_tokens,
+                    ResidentBlocks&& resident_blocks) {
+  const int most = std::min(kMaxClusterSize, kSpreadBlocks * least_blocks(packs));
+  int widest = cluster_size;
+  for (int size = 2 * cluster_size; size <= most && 64 * size <= packs; size *= 2) {
+    if (16 * (num_tokens + 1) * size <= 15 * resident_blocks(size)) widest = size;
+  }
+  return widest;
+}
+
 // Returns a larger cluster size for many rows with a post step or experts, if the GPU then holds
 // more rows at once (`rows_at_once(blocks per row)`): blocks of few warps fill its registers
 // better. Rows that fit into one block keep one block, and calls with fewer than four waves of rows

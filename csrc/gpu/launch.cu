@@ -210,11 +210,16 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
     return fail(ALLNORM_UNSUPPORTED, "no fused kernel for world size %d: expected 2 to %d",
                 world_size, kPushMaxWorldSize);
   }
+  const auto resident_of = [&](int size) { return resident_blocks(device, kernel, over(size)); };
   if (call.cluster_size == 0 && key.kind == KernelKind::kOneShotDense && key.needs != kBasic &&
       world_size == 2) {
-    geometry = over(widen_clusters(cluster_size, fused.num_tokens, [&](int size) {
-      return resident_blocks(device, kernel, over(size)) / size;
-    }));
+    geometry = over(widen_clusters(cluster_size, fused.num_tokens,
+                                   [&](int size) { return resident_of(size) / size; }));
+  }
+  if (call.cluster_size == 0 && key.kind == KernelKind::kTwoShot && key.needs == kBasic &&
+      key.format == RowFormat::kPlain && world_size > 2 && device.has_clusters) {
+    geometry = over(spread_clusters(cluster_size, fused.packs, fused.num_tokens,
+                                    [&](int size) { return std::min(most, resident_of(size)); }));
   }
   const int resident = resident_blocks(device, kernel, geometry);
   const int64_t units = choose_num_units(fused.num_tokens, geometry.cluster_size,

@@ -35,6 +35,23 @@ TEST(grids) {
   check_grid(int64_t{1} << 40, 1, kSms, Grid::kSparse);
 }
 
+TEST(spread_of_two_shot) {
+  // An SM holds four blocks of 128 threads, or two of 256, or one of 512.
+  const auto resident = [](int size) { return kSms * size; };
+  const auto expect = [&](int from, int64_t packs, int64_t num_tokens, int expected) {
+    const int size = spread_clusters(from, packs, num_tokens, resident);
+    check(size == expected, "%lld rows of %lld packs from %d: %d blocks per row, expected %d",
+          static_cast<long long>(num_tokens), static_cast<long long>(packs), from, size, expected);
+  };
+  expect(2, 512, 64, 4);
+  expect(1, 512, 122, 4);
+  expect(1, 512, 123, 1);  // more than 15/16 of the GPU
+  expect(1, 120, 64, 1);   // a block has at least two warps
+  expect(1, 128, 64, 2);
+  expect(4, 512, 1, 4);  // never more than four times the least
+  expect(2, 1024, 16, 8);
+}
+
 TEST(blocks) {
   for (const int64_t num_tokens : {1, 2, 63, 64, 500}) {
     for (const int cluster_size : {1, 2, 8}) {

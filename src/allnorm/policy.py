@@ -36,8 +36,9 @@ MOST_BLOCKS = 1 << 16
 
 # The cost of two_shot's second hop, as bytes on the link: one_shot with n ranks pushes
 # (n - 1)(n - 2) / n rows more. With two ranks both send the same bytes, one_shot in one hop.
-# Measured on H100s after a GEMM (docs/engineering-log, 2026-11-27).
-_SECOND_HOP_BYTES_CUDA = 240 << 10
+# The cost is this many bytes times (n + 4): a rank relays to more peers. Measured with 3, 4 and 8
+# ranks (docs/engineering-log/2026-11-29-four-ranks-on-two-gpus.md).
+_SECOND_HOP_BYTES_CUDA = 34 << 10
 # On CPU a rank reads its peers' rows in place: one_shot sends no extra bytes, but adds more.
 _ONE_SHOT_MAX_BYTES_CPU = 64 << 10
 
@@ -494,7 +495,8 @@ def _default(traits: Traits, num_bytes: int) -> tuple[str, str]:
         limit = _ONE_SHOT_MAX_BYTES_CPU
     else:
         ranks = traits.world_size
-        limit = _SECOND_HOP_BYTES_CUDA * ranks // ((ranks - 1) * (ranks - 2))
+        hop_bytes = _SECOND_HOP_BYTES_CUDA * (ranks + 4)
+        limit = hop_bytes * ranks // ((ranks - 1) * (ranks - 2))
     size = f"{num_bytes} bytes at {traits.world_size} ranks"
     if num_bytes <= limit:
         return "one_shot", f"{size}: up to {limit} bytes latency dominates, and one hop is fastest"
