@@ -47,16 +47,21 @@ inline int least_blocks(int64_t packs) {
   return size;
 }
 
+// Returns the maximum number of blocks per row of a spread row; each has at least two warps.
+inline int most_blocks_of_row(int64_t packs) {
+  int size = least_blocks(packs);
+  const int most = std::min(kMaxClusterSize, kSpreadBlocks * size);
+  while (size < most && 64 * 2 * size <= packs) size *= 2;
+  return size;
+}
+
 // Returns the number of blocks per row: as few as the width requires, or more if the call has few
-// rows. A block of a spread row has at least two warps.
+// rows.
 inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_blocks) {
   const int64_t blocks = std::min<int64_t>(kSpreadGrid, most_blocks);
-  const int needed = least_blocks(packs);
-  int size = needed;
-  while (size < kMaxClusterSize && size < kSpreadBlocks * needed &&
-         2 * size * num_tokens <= blocks && 64 * 2 * size <= packs) {
-    size *= 2;
-  }
+  const int most = most_blocks_of_row(packs);
+  int size = least_blocks(packs);
+  while (size < most && 2 * size * num_tokens <= blocks) size *= 2;
   return size;
 }
 
@@ -67,9 +72,9 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_block
 template <class ResidentBlocks>
 int spread_clusters(int cluster_size, int64_t packs, int64_t num_tokens,
                     ResidentBlocks&& resident_blocks) {
-  const int most = std::min(kMaxClusterSize, kSpreadBlocks * least_blocks(packs));
+  const int most = most_blocks_of_row(packs);
   int widest = cluster_size;
-  for (int size = 2 * cluster_size; size <= most && 64 * size <= packs; size *= 2) {
+  for (int size = 2 * cluster_size; size <= most; size *= 2) {
     if (16 * (num_tokens + 1) * size <= 15 * resident_blocks(size)) widest = size;
   }
   return widest;

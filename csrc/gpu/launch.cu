@@ -221,7 +221,7 @@ int32_t launch_exchange(const Device& device, const AllnormCall& call, int world
     geometry = over(spread_clusters(cluster_size, fused.packs, fused.num_tokens,
                                     [&](int size) { return std::min(most, resident_of(size)); }));
   }
-  const int resident = resident_blocks(device, kernel, geometry);
+  const int resident = resident_of(geometry.cluster_size);
   const int64_t units = choose_num_units(fused.num_tokens, geometry.cluster_size,
                                          fused.prefetch.bytes, device.num_sms);
   geometry.num_blocks =
