@@ -66,8 +66,8 @@ inline int choose_cluster_size(int64_t packs, int64_t num_tokens, int most_block
 }
 
 // Returns a larger cluster size for two_shot of few rows over more than two ranks, if the GPU holds
-// all rows at once in clusters of that size (`resident_blocks(blocks per row)`) and is not quite
-// full: after a GEMM, the last clusters of a full grid started late. Figures:
+// all rows at once in clusters of that size (`resident_blocks(blocks per row)`) and stays 3/16
+// empty: after a GEMM, the last clusters of a fuller grid start late. Figures:
 // docs/engineering-log/2026-11-29-four-ranks-on-two-gpus.md
 template <class ResidentBlocks>
 int spread_clusters(int cluster_size, int64_t packs, int64_t num_tokens,
@@ -75,7 +75,7 @@ int spread_clusters(int cluster_size, int64_t packs, int64_t num_tokens,
   const int most = most_blocks_of_row(packs);
   int widest = cluster_size;
   for (int size = 2 * cluster_size; size <= most; size *= 2) {
-    if (16 * (num_tokens + 1) * size <= 15 * resident_blocks(size)) widest = size;
+    if (16 * (num_tokens + 1) * size <= 13 * resident_blocks(size)) widest = size;
   }
   return widest;
 }

@@ -44,8 +44,8 @@ TEST(spread_of_two_shot) {
           static_cast<long long>(num_tokens), static_cast<long long>(packs), from, size, expected);
   };
   expect(2, 512, 64, 4);
-  expect(1, 512, 122, 4);
-  expect(1, 512, 123, 1);  // more than 15/16 of the GPU
+  expect(1, 512, 106, 4);
+  expect(1, 512, 107, 1);  // more than 13/16 of the GPU
   expect(1, 120, 64, 1);   // a block has at least two warps
   expect(1, 128, 64, 2);
   expect(4, 512, 1, 4);  // never more than four times the least
