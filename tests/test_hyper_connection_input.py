@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rank_helpers import DTYPES, comm, device, message_of, on
 
 import allnorm
 from allnorm import reference
+from allnorm.core import stream_input
 from allnorm.testing import assert_same_bits
 
 WIDTHS = (64, 4096, 2880, 120, 7168)
@@ -191,6 +193,57 @@ def test_with_the_streams_of_all_reduce_hyper_connection(rank: int, world_size: 
     got = c.all_reduce_hyper_connection(x, inputs.streams, connection)
     wanted = reference.all_reduce_hyper_connection(xs, inputs.streams, connection)
     assert_same_bits(got, wanted, "new streams")
+
+
+@on(cpu=(1,), gpu=(1,))
+def test_repeated_calls(rank: int, world_size: int) -> None:
+    for seed in range(3):  # other tensors of the same geometry
+        Inputs(seed, (3, 4, 72), torch.bfloat16).check()
+    inputs = Inputs(4, (3, 4, 72), torch.bfloat16)
+    with mock.patch.object(stream_input, "_check_tensors", side_effect=AssertionError("checked")):
+        assert_equal(inputs(), inputs.wanted(), "a repeated call")
+        with pytest.raises(AssertionError, match="checked"):
+            inputs(numerics="vllm")
+    inputs.weight = torch.full_like(inputs.weight, -0.0)
+    for weight_bias in (0, 0.0, -0.0, 0.0):  # only -0.0 keeps the weight's sign
+        inputs.check(weight_bias=weight_bias)
+    inputs.projection = inputs.projection._replace(post_scale=-0.0)
+    inputs.check()
+    for wrong in (True, None, "0", torch.ones(())):
+        message_of(TypeError, lambda wrong=wrong: inputs(weight_bias=wrong))
+
+    good = Inputs(5, (3, 4, 72), torch.bfloat16)
+    good.check()
+    fn, streams = good.projection.fn, good.streams
+    for name, like in (
+        ("columns first", fn.T.contiguous().T),
+        ("every second row", fn.repeat_interleave(2, 0)[::2]),
+        ("negated", torch._neg_view(fn)),
+        ("zeros without memory", torch._efficientzerotensor(fn.shape, device=fn.device)),
+        ("misaligned", torch.cat([fn.new_zeros(1), fn.flatten()])[1:].view(fn.shape)),
+    ):
+        good.projection = good.projection._replace(fn=like)
+        good.check(name)
+        good.check(f"{name}, again")
+    good.projection = good.projection._replace(fn=fn)
+    good.streams = streams.transpose(0, 1).contiguous().transpose(0, 1)
+    good.check("streams first")
+    good.streams = torch.cat([streams.new_zeros(1), streams.flatten()])[1:].view(streams.shape)
+    good.check("misaligned streams")
+    good.streams = streams
+    freed = fn.clone()
+    freed.untyped_storage().resize_(0)
+    good.projection = good.projection._replace(fn=freed)
+    assert "no memory" in message_of(ValueError, good)
+
+    learned = Inputs(6, (3, 4, 72), torch.bfloat16)
+    weight = learned.weight = torch.nn.Parameter(learned.weight)
+    for _ in range(2):
+        with torch.no_grad():
+            learned.check()
+        assert "requires_grad" in message_of((ValueError, RuntimeError), learned)
+    weight.requires_grad_(False)
+    learned.check()
 
 
 @on(cpu=(1,), gpu=(1,))
