@@ -1,15 +1,19 @@
-"""Times hyper_connection_input on one GPU, beside PyTorch's kernels for the same formula.
+"""Times hyper_connection_input on one GPU, beside PyTorch's and FlashInfer's kernels for it.
 
     python benchmarks/next_input.py [--json FILE]
 
 A graph has one call per layer, each with its own projection and streams, so the L2 cache holds no
-projection when a call begins. Every arm's results are compared with the reference before it is
-timed: allnorm's bit for bit, the others within a tolerance.
+projection when a call begins. FlashInfer's kernel makes everything between the projection and the
+norm. In its arm the projection is PyTorch's GEMM with TF32, and the norm FlashInfer's own kernel.
+Every arm's results are compared with the reference before it is timed: allnorm's bit for bit, the
+others within a tolerance.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import pathlib
 import shlex
 import statistics
@@ -21,6 +25,7 @@ import torch
 
 import allnorm
 from allnorm import reference
+from allnorm.bench.peers.base import optional_module
 from allnorm.cli import output
 from allnorm.testing import same_bits
 from allnorm.testing.timing import capture
@@ -52,6 +57,27 @@ def plain(streams: torch.Tensor, projection: Any, weight: torch.Tensor) -> Any:
 
 def fused(streams: torch.Tensor, projection: Any, weight: torch.Tensor) -> Any:
     return allnorm.hyper_connection_input(streams, projection, weight, 1e-6)
+
+
+def of_flashinfer() -> Callable[..., Any] | None:
+    """Returns the formula with FlashInfer's kernels; None if it has none or is not installed."""
+    mhc = optional_module("flashinfer.mhc")
+    if mhc is None or not hasattr(mhc, "mhc_pre_big_fuse_with_prenorm"):
+        return None
+    rms_norm = importlib.import_module("flashinfer.norm").rmsnorm
+
+    def call(streams: torch.Tensor, projection: Any, weight: torch.Tensor) -> Any:
+        fn, scale, base, eps, hc_eps, iterations, post_scale = projection
+        torch.backends.cuda.matmul.allow_tf32 = True
+        dots = streams.flatten(-2).float() @ fn.mT
+        torch.backends.cuda.matmul.allow_tf32 = False
+        post, mix, x = mhc.mhc_pre_big_fuse_with_prenorm(
+            *(dots, streams, scale, base),
+            *(eps, hc_eps, hc_eps, post_scale, iterations),
+        )
+        return rms_norm(x, weight, 1e-6), allnorm.HyperConnection(post.squeeze(-1), mix.mT)
+
+    return call
 
 
 def make_layers(tokens: int, width: int) -> list[Layer]:
@@ -108,15 +134,20 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="append the results to this file")
     options = parser.parse_args()
     command = shlex.join(["python", *sys.argv])
+    flashinfer = of_flashinfer()
     for width in WIDTHS:
         lines, rows = [], []
         for tokens in TOKENS:
             torch.compiler.reset()  # or it stops compiling after eight shapes
             arms = {"allnorm": fused, "torch": plain}
             arms["torch.compile"] = torch.compile(plain, dynamic=False)
+            if flashinfer is not None:
+                arms["flashinfer"] = flashinfer
             layers, cells = make_layers(tokens, width), [str(tokens)]
             shape = {"num_tokens": tokens, "hidden_size": width, "dtype": "bfloat16"}
             known = output.conditions("cuda", **shape, streams=STREAMS) | {"command": command}
+            if flashinfer is not None:
+                known["versions"]["flashinfer"] = importlib.metadata.version("flashinfer-python")
             for name, call in arms.items():
                 check(call, layers[0], exact=name == "allnorm")
                 times = time_of(call, layers)
@@ -125,10 +156,10 @@ def main() -> None:
                 measured = {"p50_us": round(p50, 3), "p90_us": round(p90, 3)}
                 rows.append({**known, "arm": name, "calls": len(layers), **measured})
             moved = tokens * (STREAMS + 1) * width * 2  # bytes
-            cells.append(f"{moved / rows[-3]['p50_us'] / 1000:.0f}")
+            cells.append(f"{moved / rows[-len(arms)]['p50_us'] / 1000:.0f}")
             lines.append(cells)
         title = f"hyper_connection_input of {STREAMS} x {width}, bfloat16: us, p50 (p90)"
-        heads = ("tokens", "allnorm", "torch", "torch.compile", "allnorm, GB/s")
+        heads = ("tokens", *arms, "allnorm, GB/s")
         output.console().print(output.FittedTable(title, heads, lines))
         output.append_json_lines(options.json, rows)
 
