@@ -511,9 +511,11 @@ int32_t launch_stream_input(const Device& device, const AllnormStreamInput& inpu
     const void* const kernel = kernel_of(KernelKind::kLocalInputClusters);
     Geometry geometry = {.num_blocks = 0, .cluster_size = kSegments, .num_threads = kInputThreads};
     const int resident = resident_blocks(device, kernel, geometry);
+    const int most_bytes = cluster_input_most_bytes(device.capability);
     StreamInputParams shared = params;
-    shared.tokens = cluster_input_tokens(params, width, resident / kSegments);
+    shared.tokens = cluster_input_tokens(params, width, resident / kSegments, most_bytes);
     if (shared.tokens != 0) {
+      if (const int32_t status = allow_shared(device, kernel, most_bytes)) return status;
       const int64_t batches = (input.num_tokens + shared.tokens - 1) / shared.tokens;
       geometry.num_blocks = choose_num_blocks(batches, kSegments, resident, 0);
       return launch_on_stream(

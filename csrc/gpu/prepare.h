@@ -171,18 +171,24 @@ inline int streams_input_tokens(const StreamInputParams& params, int clusters) {
   return fits ? static_cast<int>(share) : 0;
 }
 
+// Returns the most dynamic shared memory that gpu/cluster_input.cuh uses on a device. Blocks may
+// have 99 KiB from compute capability 12.0 on, and 227 KiB before (CUDA C++ Programming Guide,
+// "Technical Specifications"), of which 13 KiB are static memory.
+constexpr int cluster_input_most_bytes(int capability) {
+  return capability >= 120 ? 84 << 10 : 160 << 10;
+}
+
 // Returns how many tokens each of `clusters` clusters takes at once; 0: gpu/cluster_input.cuh does
 // not make inputs of this kind. If clusters take several batches, every block has tokens in all but
 // the last one.
 inline int cluster_input_tokens(const StreamInputParams& params, int64_t element_bytes,
-                                int clusters) {
-  constexpr int64_t kMostBytes = 35 << 10;
+                                int clusters, int most_bytes) {
   if (params.num_streams > kFewStreams || input_chunks(params.hidden_size) > kClusterChunks) {
     return 0;
   }
   const int64_t share = (params.num_tokens + clusters - 1) / clusters;
   const auto fits = [&](int64_t tokens) {
-    return cluster_input_shared_bytes(params, element_bytes, tokens) <= kMostBytes;
+    return cluster_input_shared_bytes(params, element_bytes, tokens) <= most_bytes;
   };
   if (share <= kSegments) return fits(share) ? static_cast<int>(share) : 0;
   int64_t most = kClusterTokens;

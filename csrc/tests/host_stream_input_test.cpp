@@ -58,12 +58,13 @@ TEST(kernels) {
     check_launched(input_of(17, 4, 4096), kLocalInputClusters, 72, 8, "two tokens per cluster");
     check_launched(input_of(8192, 2, 7168), kLocalInputClusters, 128, 8, "many tokens");
     check_launched(input_of(1, 4, 16384), kLocalInputClusters, 8, 8, "the widest");
+    check_launched(input_of(1, 4, 16384, ALLNORM_FLOAT32), kLocalInputClusters, 8, 8,
+                   "the most bytes");
   } else {
     check_launched(input_of(2, 4, 4096), kLocalInput, 2, 1, "without clusters");
   }
   check_launched(input_of(2, 5, 4096), kLocalInput, 2, 1, "five streams");
   check_launched(input_of(1, 4, 16392), kLocalInput, 1, 1, "too wide for a cluster");
-  check_launched(input_of(1, 4, 16384, ALLNORM_FLOAT32), kLocalInput, 1, 1, "too many bytes");
   check_launched(input_of(3, 4, 4100), kLocalInputAny, 3, 1, "parts of packs");
   AllnormStreamInput input = input_of(3, 4, 64);
   input.out_stride = 65;
@@ -206,8 +207,8 @@ TEST(wrong_inputs_of_calls) {
         "no communicator was accepted");
 }
 
-// Blocks have at most 48 KiB of shared memory. If clusters take several batches, every block has
-// tokens in all but the last one.
+// Blocks have at most 48 KiB of shared memory, or what a device allows a kernel that asks. If
+// clusters take several batches, every block has tokens in all but the last one.
 TEST(batches) {
   constexpr int64_t kStaticBytes = 13 << 10;
   Random random(1);
@@ -224,11 +225,15 @@ TEST(batches) {
               streams_input_shared_bytes(params, mixed) + kStaticBytes <= 48 << 10,
           "%lld tokens of %d x %lld in %d clusters: %d mixed", static_cast<long long>(tokens),
           streams, static_cast<long long>(params.hidden_size), clusters, mixed);
-    const int taken = cluster_input_tokens(params, bytes, clusters);
+    const auto [capability, most_bytes] = random.below(2) == 0 ? std::pair{90, int64_t{227 << 10}}
+                                                               : std::pair{120, int64_t{99 << 10}};
+    const int dynamic_bytes = cluster_input_most_bytes(capability);
+    const int taken = cluster_input_tokens(params, bytes, clusters, dynamic_bytes);
+    check(dynamic_bytes + kStaticBytes <= most_bytes, "%d bytes on %d", dynamic_bytes, capability);
     if (taken == 0) continue;
     const bool several = tokens > int64_t{taken} * clusters;
     check(taken <= kClusterTokens && (!several || taken % kSegments == 0) &&
-              cluster_input_shared_bytes(params, bytes, taken) + kStaticBytes <= 48 << 10 &&
+              cluster_input_shared_bytes(params, bytes, taken) <= dynamic_bytes &&
               streams <= kFewStreams && params.hidden_size <= kClusterChunks * kInputChunkElems,
           "%lld tokens of %d x %lld: %d at once", static_cast<long long>(tokens), streams,
           static_cast<long long>(params.hidden_size), taken);
