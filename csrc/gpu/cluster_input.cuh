@@ -402,8 +402,8 @@ class ClusterInput {
     const int number = warp_ / group, member = warp_ % group;
     const bool live = number < mine;
     const int64_t token = first_ + number * kSegments + static_cast<int>(cluster_rank());
-    // The last warp of a group mixes.
-    const int weighing = group == 1 ? 1 : group - 1;
+    // The last warp of a group mixes. It also weighs if fewer than two others would.
+    const int weighing = group <= 2 ? group : group - 1;
     const bool weighs = live && member < weighing;
     Streams streams{};
     if (weighs) streams = load_streams(token, member);
