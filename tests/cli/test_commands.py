@@ -133,6 +133,7 @@ def test_bench_rejects_a_missing_file_to_compare_with_before_it_measures(tmp_pat
     assert "none.jsonl" in unwrapped(done.output)
 
 
+@pytest.mark.long
 def test_verify(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     arguments = ("--tp", "2", "--device", "cpu", "--seed", "7", "--seconds", "2")

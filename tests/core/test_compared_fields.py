@@ -284,7 +284,10 @@ def test_a_field_changed_by_one_rank(
 
 @on(cpu=(2, 4))
 @pytest.mark.parametrize("field", TOGGLES)
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "sharded",
+    [pytest.param(False, id="whole"), pytest.param(True, id="sharded", marks=pytest.mark.long)],
+)
 def test_a_field_changed_by_one_rank_over_islands(
     pool: RankPool, sharded: bool, field: str
 ) -> None:
