@@ -26,8 +26,8 @@ def spread(rows: list[dict[str, object]]) -> dict[str, tuple[float, int]]:
     medians: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for row in rows:
         if row["mode"] == "product" and isinstance(row["beyond_empty_us"], float):
-            place = (row["arm"], row["world_size"], row["num_tokens"], row["hidden_size"])
-            medians[place].append(row["beyond_empty_us"])
+            at = (row["arm"], row["world_size"], row["num_tokens"], row["hidden_size"])
+            medians[at].append(row["beyond_empty_us"])
     found: dict[str, tuple[float, int]] = {}
     for place, values in medians.items():
         before = found.get(str(place[0]), (0.0, len(values)))

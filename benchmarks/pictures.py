@@ -287,7 +287,12 @@ def engines(figure: Figure, theme: Theme) -> None:
             heights = [times[arm][batch] for batch in batches]
             axes.bar(places, heights, 0.25, color=colors.get(label, theme.own), label=label)
             if arm == "allnorm":
-                look = {"ha": "center", "va": "top", "rotation": 90, "color": "white"}
+                look: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "top",
+                    "rotation": 90,
+                    "color": "white",
+                }
                 for place, height, batch in zip(places, heights, batches, strict=True):
                     saved = 1 - height / times["default"][batch]
                     axes.text(place, height * 0.97, f"-{saved:.1%}", fontsize="small", **look)
@@ -308,7 +313,10 @@ def idea(figure: Figure, theme: Theme) -> None:
     axes.set_ylim(0, 34)
 
     def box(x: float, y: float, width: float, text: str, own: bool = False) -> None:
-        look = {"facecolor": theme.box, "edgecolor": theme.own if own else theme.quiet}
+        look: dict[str, Any] = {
+            "facecolor": theme.box,
+            "edgecolor": theme.own if own else theme.quiet,
+        }
         shape = "round,pad=0,rounding_size=1"
         axes.add_patch(FancyBboxPatch((x, y), width, 5, shape, linewidth=1.4, **look))
         axes.text(x + width / 2, y + 2.4, text, ha="center", va="center")
@@ -316,7 +324,7 @@ def idea(figure: Figure, theme: Theme) -> None:
     def arrow(x: float, to: float, y: float) -> None:
         axes.annotate("", (to, y), (x, y), arrowprops={"arrowstyle": "->", "color": theme.quiet})
 
-    quiet = {"color": theme.quiet, "fontsize": "small", "va": "center"}
+    quiet: dict[str, Any] = {"color": theme.quiet, "fontsize": "small", "va": "center"}
     axes.text(1, 31.5, "separate steps: 4 kernels, rows go through memory between them", **quiet)
     widths = {"GEMM": 11, "all-reduce": 16, "add": 10, "RMSNorm": 16, "quantize": 14}
     x = 1.0
@@ -337,7 +345,7 @@ def idea(figure: Figure, theme: Theme) -> None:
     box(65.8, 8.5, 11, "GEMM")
     look = {"arrowstyle": "<->", "color": theme.own, "linestyle": "--"}
     axes.annotate("", (99, 11), (77.6, 11), arrowprops=look)
-    saved = {"color": theme.own, "ha": "center", "fontsize": "small"}
+    saved: dict[str, Any] = {"color": theme.own, "ha": "center", "fontsize": "small"}
     axes.text(88.3, 12.4, "saved, twice\nper layer", va="bottom", **saved)
     axes.text(1, 3, "time runs left to right, not to scale; results are bit-identical", **quiet)
 
@@ -362,7 +370,7 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
             path = folder / f"{name}{theme.ending}.svg"
             ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
             # Fixed ids: a file changes only if its rows do.
-            settings = {
+            settings: Any = {
                 **dict.fromkeys(ink, theme.ink),
                 "axes.spines.right": False,
                 "axes.spines.top": False,
@@ -372,8 +380,7 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
                 "svg.hashsalt": path.name,
             }
             with matplotlib.rc_context(settings):
-                layout = None if name == "idea" else "constrained"
-                figure = Figure(figsize=inches, layout=layout)
+                figure = Figure(figsize=inches, layout=None if name == "idea" else "constrained")
                 drawing(figure, theme)
                 figure.savefig(path, transparent=True, metadata={"Date": None})
             written.append(path)

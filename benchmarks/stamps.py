@@ -18,7 +18,7 @@ import ctypes
 import itertools
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -71,7 +71,7 @@ def stamped_library() -> ctypes.CDLL:
     return library
 
 
-def records_of(calls: list[Callable[[], object]]) -> list[numpy.ndarray[Any, Any]]:
+def records_of(calls: Sequence[Callable[[], object]]) -> list[numpy.ndarray[Any, Any]]:
     """Returns the records of each call's warps, from the last replay of a graph of the calls."""
     library = stamped_library()
     memory = torch.zeros(len(calls), MOST_WARPS * RECORD.itemsize, dtype=torch.uint8, device="cuda")

@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def measure(step: Step, num_tokens: int) -> float:
 
 def run(comm: allnorm.Communicator, weights: list[torch.Tensor], num_tokens: int) -> bool:
     """Prints the times of one number of tokens; returns whether this rank's results are right."""
-    options = {"device": comm.device, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"device": comm.device, "dtype": torch.bfloat16}
     torch.manual_seed(1 + comm.rank)
     x = torch.randn(num_tokens, IN_FEATURES, **options)
     torch.manual_seed(0)  # equal on every rank
@@ -93,7 +94,8 @@ def main() -> int:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
     with allnorm.Communicator(device=device) as comm:
-        shape, options = (HIDDEN_SIZE, IN_FEATURES), {"device": device, "dtype": torch.bfloat16}
+        shape = (HIDDEN_SIZE, IN_FEATURES)
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         weights = [torch.randn(shape, **options) / IN_FEATURES**0.5 for _ in range(NUM_SETS)]
         right = [run(comm, weights, num_tokens) for num_tokens in TOKENS]
         comm.check()

@@ -6,6 +6,7 @@ Checks the tensor-parallel module against the whole one in plain PyTorch.
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ shape = (1, int(os.environ["WORLD_SIZE"]))
 mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
 
 torch.manual_seed(0)  # equal on every rank; each takes its slices
-options = {"dtype": torch.bfloat16, "device": device}
+options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
 up = torch.randn(INNER_SIZE, HIDDEN_SIZE, **options) / HIDDEN_SIZE**0.5
 down = torch.randn(HIDDEN_SIZE, INNER_SIZE, **options) / INNER_SIZE**0.5
 norm = torch.randn(HIDDEN_SIZE, **options)

@@ -7,6 +7,7 @@ Each rank holds a part of the experts (expert parallelism). Checks the results b
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ if gpu:
 dist.init_process_group("nccl" if gpu else "gloo")
 
 torch.manual_seed(0)  # equal on every rank, including the experts, which keeps the check simple
-options = {"dtype": torch.bfloat16, "device": device}
+options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
 experts = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, HIDDEN_SIZE, **options) / HIDDEN_SIZE**0.5
 router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, **options) / HIDDEN_SIZE**0.5
 norm = torch.randn(HIDDEN_SIZE, **options)

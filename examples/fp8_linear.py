@@ -8,6 +8,7 @@ the GEMM's result bit by bit against quantizing the 16-bit `normed` in a separat
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
-    options = {"dtype": torch.bfloat16, "device": device}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     with allnorm.Communicator(device=device) as comm:
         torch.manual_seed(0)  # replicated tensors: equal on every rank
         residual = torch.randn(NUM_TOKENS, HIDDEN_SIZE, **options)

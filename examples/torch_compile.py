@@ -7,6 +7,7 @@ whose code calls `dist.all_reduce` and a norm itself, use the graph pass: docs/c
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ dist.init_process_group("nccl" if gpu else "gloo")
 
 with allnorm.Communicator(device=device) as comm:
     local_size = HIDDEN_SIZE // comm.world_size
-    options = {"dtype": torch.bfloat16, "device": device}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     torch.manual_seed(1 + comm.rank)  # each rank has its own slices of the two linear layers
     down = torch.randn(HIDDEN_SIZE, local_size, **options) / HIDDEN_SIZE**0.5
     up = torch.randn(local_size, HIDDEN_SIZE, **options) / HIDDEN_SIZE**0.5

@@ -19,7 +19,10 @@ NEWEST_MINOR = 20  # end of the search range
 def oldest_minor() -> int:
     """Returns N of the oldest Python 3.N that the package supports."""
     text = (ROOT / "pyproject.toml").read_text()
-    return int(re.search(r'^requires-python = ">=3\.(\d+)"', text, re.MULTILINE).group(1))
+    found = re.search(r'^requires-python = ">=3\.(\d+)"', text, re.MULTILINE)
+    if found is None:
+        raise ValueError('pyproject.toml: expected requires-python = ">=3.N"')
+    return int(found.group(1))
 
 
 def pyenv_versions() -> list[pathlib.Path]:

@@ -137,8 +137,9 @@ def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for name, value in more.items():
         mine = base.get(name)
-        both = isinstance(mine, dict) and isinstance(value, dict)
-        result[name] = merged(mine, value) if both else value
+        if isinstance(mine, dict) and isinstance(value, dict):
+            value = merged(mine, value)
+        result[name] = value
     return result
 
 

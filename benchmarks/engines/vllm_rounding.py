@@ -6,6 +6,8 @@ norm in every mode on the same rows. Needs one GPU and vLLM.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import allnorm
@@ -13,7 +15,7 @@ import allnorm
 MODES = ("rounded", "unrounded", "transformers", "vllm")
 
 
-def native(name: str):
+def native(name: str) -> Any:
     from vllm.ir.op import IrOp
 
     return IrOp.registry[name].impls["native"].impl_fn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ import weights
 
 class WorkerTools:
     """A mixin for vLLM's worker (worker_extension_cls), imported from PYTHONPATH."""
+
+    # Of vLLM's worker:
+    get_model: Callable[[], torch.nn.Module]
+    vllm_config: Any
 
     def fill_weights(self, seed: int = 0) -> int:
         """Fills the dummy weights; returns the number of filled tensors."""
@@ -50,7 +55,9 @@ class WorkerTools:
         return facts
 
     def _fp8_kernels(self) -> list[Any]:
-        methods = [getattr(module, "quant_method", None) for module in self.get_model().modules()]
+        methods: list[Any] = [
+            getattr(module, "quant_method", None) for module in self.get_model().modules()
+        ]
         return [method.fp8_linear for method in methods if hasattr(method, "fp8_linear")]
 
     def start_trace(self) -> None:
