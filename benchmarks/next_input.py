@@ -1,12 +1,13 @@
-"""Times hyper_connection_input on one GPU, beside PyTorch's and FlashInfer's kernels for it.
+"""Times hyper_connection_input on one GPU, beside kernels of PyTorch, FlashInfer and SGLang.
 
     python benchmarks/next_input.py [--json FILE]
 
 A graph has one call per layer, each with its own projection and streams, so the L2 cache holds no
 projection when a call begins. FlashInfer's kernel makes everything between the projection and the
-norm. In its arm the projection is PyTorch's GEMM with TF32, and the norm FlashInfer's own kernel.
-Every arm's results are compared with the reference before it is timed: allnorm's bit for bit, the
-others within a tolerance.
+norm; in its arm the projection is PyTorch's GEMM with TF32, and the norm FlashInfer's own kernel.
+SGLang's arm has its Triton kernels and PyTorch's norm, without DeepGEMM and TileLang. Every arm's
+results are compared with the reference before it is timed: allnorm's bit for bit, the others within
+a tolerance.
 """
 
 from __future__ import annotations
@@ -80,6 +81,25 @@ def of_flashinfer() -> Callable[..., Any] | None:
     return call
 
 
+def of_sglang() -> Callable[..., Any] | None:
+    """Returns the formula with SGLang's Triton kernels; None if it is not installed."""
+    mhc = optional_module("sglang.kernels.ops.layernorm.mhc")
+    if mhc is None:
+        return None
+
+    def call(streams: torch.Tensor, projection: Any, weight: torch.Tensor) -> Any:
+        fn, scale, base, eps, hc_eps, iterations, _ = projection
+        flat = streams.flatten(-2)
+        pre, post, mix = mhc.hc_mix_stats_sinkhorn(
+            *(flat, fn, scale, base, STREAMS, iterations, eps, hc_eps)
+        )
+        x = mhc.mhc_combine(flat, pre, STREAMS, streams.dtype)
+        normed = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-6)
+        return normed, allnorm.HyperConnection(post, mix.mT)
+
+    return call
+
+
 def make_layers(tokens: int, width: int) -> list[Layer]:
     torch.manual_seed(tokens + width)
     count = STREAMS * (STREAMS + 2)
@@ -134,20 +154,21 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="append the results to this file")
     options = parser.parse_args()
     command = shlex.join(["python", *sys.argv])
-    flashinfer = of_flashinfer()
+    found = {"flashinfer": of_flashinfer(), "sglang": of_sglang()}
+    peers = {name: call for name, call in found.items() if call is not None}
+    packages = {"flashinfer": "flashinfer-python", "sglang": "sglang"}
     for width in WIDTHS:
         lines, rows = [], []
         for tokens in TOKENS:
             torch.compiler.reset()  # or it stops compiling after eight shapes
             arms = {"allnorm": fused, "torch": plain}
             arms["torch.compile"] = torch.compile(plain, dynamic=False)
-            if flashinfer is not None:
-                arms["flashinfer"] = flashinfer
+            arms |= peers
             layers, cells = make_layers(tokens, width), [str(tokens)]
             shape = {"num_tokens": tokens, "hidden_size": width, "dtype": "bfloat16"}
             known = output.conditions("cuda", **shape, streams=STREAMS) | {"command": command}
-            if flashinfer is not None:
-                known["versions"]["flashinfer"] = importlib.metadata.version("flashinfer-python")
+            for name in peers:
+                known["versions"][name] = importlib.metadata.version(packages[name])
             for name, call in arms.items():
                 check(call, layers[0], exact=name == "allnorm")
                 times = time_of(call, layers)
