@@ -195,8 +195,7 @@ inline int cluster_input_tokens(const StreamInputParams& params, int64_t element
   while (most > kSegments && !fits(most)) most /= 2;
   if (!fits(most)) return 0;
   const int64_t batches = (share + most - 1) / most;
-  const int64_t per_block = (share + batches * kSegments - 1) / (batches * kSegments);
-  return static_cast<int>(batches == 1 ? share : per_block * kSegments);
+  return static_cast<int>(std::max<int64_t>(kSegments, (share + batches - 1) / batches));
 }
 
 // Returns the parameters of the kernel that makes a layer's input on a GPU with `num_sms` SMs.
