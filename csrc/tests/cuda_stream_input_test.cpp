@@ -61,8 +61,10 @@ TEST(clusters) {
     const int64_t streams = 2 + random.below(3);
     // One has the most chunks. Some take several batches of tokens, of which the last is not full.
     const int64_t width = seed == 17 ? kClusterChunks * kInputChunkElems : kWidths[seed % 6];
-    const int tokens = width < 1000 && seed % 2 == 0 ? 8 : static_cast<int>(1 + random.below(3));
-    const int64_t count = tokens == 8 ? 17 + random.below(27) : 1 + random.below(2 * tokens);
+    const bool several = width < 1000 && seed % 2 == 0;
+    const auto tokens =
+        static_cast<int>(several ? kSegments + random.below(4) : 1 + random.below(3));
+    const int64_t count = several ? 17 + random.below(27) : 1 + random.below(2 * tokens);
     InputCall of = make_input(random, static_cast<int>(seed / 6 % 3), count, streams, width, true);
     run_input(of, "clusters", KernelKind::kLocalInputClusters, tokens, seed);
   }
