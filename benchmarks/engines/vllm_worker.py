@@ -13,7 +13,7 @@ import weights
 class WorkerTools:
     """A mixin for vLLM's worker (worker_extension_cls), imported from PYTHONPATH."""
 
-    # Of vLLM's worker:
+    # vLLM's worker has these.
     get_model: Callable[[], torch.nn.Module]
     vllm_config: Any
 

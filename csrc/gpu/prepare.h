@@ -173,7 +173,8 @@ inline int streams_input_tokens(const StreamInputParams& params, int clusters) {
 
 // Returns the most dynamic shared memory that gpu/cluster_input.cuh uses on a device. Blocks may
 // have 99 KiB from compute capability 12.0 on, and 227 KiB before (CUDA C++ Programming Guide,
-// "Technical Specifications"), of which 13 KiB are static memory.
+// "Technical Specifications"), of which 13 KiB are static memory. Batches of more tokens gained
+// nothing: docs/engineering-log/2026-11-29-the-next-layers-input.md.
 constexpr int cluster_input_most_bytes(int capability) {
   return capability >= 120 ? 84 << 10 : 160 << 10;
 }

@@ -216,7 +216,7 @@ def prepare(given: _Given, constants: Constants) -> Prepared:
 
 
 class _Repeatable(NamedTuple):
-    """What recognizes the repetition of a call, and repeats it."""
+    """Recognizes repetitions of a call, and has what they need."""
 
     is_like: Check  # takes the tensors
     new: New  # allocates on the current device
@@ -240,9 +240,10 @@ class _RepeatableCalls:
         if known is not None and all(map(tensors.is_plain, given)) and known.is_like(*given):
             device = given[0].device
             is_here = device.type == "cpu" or current_device() == device.index
-            if is_here and all(map(_has_address, given)):
-                new, (a, b, c) = known.new, known.geometries
-                return Prepared(known.native, given, (new(*a), new(*b), new(*c)))
+            if not is_here or not all(map(tensors.has_memory, given)):
+                return prepare(given, constants)
+            new, (a, b, c) = known.new, known.geometries
+            return Prepared(known.native, given, (new(*a), new(*b), new(*c)))
         prepared = prepare(given, constants)
         if key is not None:
             self._keep(key, given, prepared)
@@ -250,9 +251,10 @@ class _RepeatableCalls:
 
     def _keep(self, key: Any, given: _Given, prepared: Prepared) -> None:
         """Keeps a call, unless its tensors had to be copied."""
+        if any(a is not b for a, b in zip(prepared.given, given, strict=True)):
+            return
         new = fast_empty(given[0].device)
-        is_copied = any(a is not b for a, b in zip(prepared.given, given, strict=True))
-        if new is None or is_copied or not all(map(tensors.is_plain, given)):
+        if new is None:
             return
         if len(self._calls) >= _MOST_GEOMETRIES:
             self._calls.clear()
@@ -268,7 +270,7 @@ class _RepeatableCalls:
         try:
             streams, weight = given[0], given[-1]
             of_tensors = streams.shape, streams.dtype, streams.device, weight.dtype
-            # Of the sign of a zero too, which equality ignores.
+            # Equality ignores the sign of a zero; results do not.
             signs = [copysign(1, value) for value in constants if type(value) is float]
         except (AttributeError, RuntimeError):
             return None
@@ -276,10 +278,6 @@ class _RepeatableCalls:
 
 
 _repeatable_calls = _RepeatableCalls()
-
-
-def _has_address(tensor: Tensor) -> bool:
-    return tensor.data_ptr() >= tensors.LOW_ADDRESS
 
 
 class NextInput:
