@@ -25,6 +25,7 @@ from allnorm.core.rendezvous import Rendezvous
 from . import worlds
 
 WAIT_SECONDS = 60.0
+ENOUGH_MEETINGS = 4
 
 
 class Died(BaseException):
@@ -108,8 +109,9 @@ def test_ranks_meet_in_spite_of_entries_of_earlier_ranks(seed: int) -> None:
 
     def rank_main(rank: int, own: random.Random) -> list[Any]:
         group, lives = None, 0
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
+        start = time.monotonic()
+        # A busy machine may need longer for enough meetings.
+        while time.monotonic() < start + (1.5 if len(met) >= ENOUGH_MEETINGS else WAIT_SECONDS):
             if group is None:  # simulates a new process with the same rank
                 operations = own.choice((own.randrange(40), own.randrange(400), float("inf")))
                 group = ThreadGroup(MortalStore(store, operations, own), rank, world_size)
@@ -124,7 +126,7 @@ def test_ranks_meet_in_spite_of_entries_of_earlier_ranks(seed: int) -> None:
                 group = None
             if own.random() < 0.2:
                 time.sleep(own.random() * 0.1)
-        calm.wait(WAIT_SECONDS)
+        calm.wait(2 * WAIT_SECONDS)
         group = group or ThreadGroup(store, rank, world_size)
         group.store = store
         return [meet(group, WAIT_SECONDS, (rank, number)) for number in range(3)]
@@ -140,7 +142,7 @@ def test_ranks_meet_in_spite_of_entries_of_earlier_ranks(seed: int) -> None:
         assert len({name for name, _ in found}) == 1
     # If an aborted meeting gave any ranks a result, it gave all of them the same one.
     assert all(len(founds) == 1 for founds in met.values()), met
-    assert len(met) > 3
+    assert len(met) >= ENOUGH_MEETINGS
 
 
 @pytest.mark.usefixtures("threads_are_ranks")
