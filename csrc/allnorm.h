@@ -61,10 +61,11 @@ typedef enum AllnormOp {
   // residual_out = the reduced sum, weighted by `post`, plus the streams of the residual, mixed by
   // `mix`: "Hyper-connections" in docs/numerics.md. Without weight and out.
   ALLNORM_HYPER_CONNECTION = 5,
+  ALLNORM_QUANTIZE = 6,  // quantized, scale = x, as ADD_RMS_NORM quantizes out; allnorm_local only
 } AllnormOp;
 
-// Quantization of the normed row in ALLNORM_ADD_RMS_NORM: to float8_e4m3fn, or to e2m1 (NVFP4).
-// Step 6 of docs/numerics.md.
+// Quantization of the normed row in ALLNORM_ADD_RMS_NORM, or of x in ALLNORM_QUANTIZE: to
+// float8_e4m3fn, or to e2m1 (NVFP4). Step 6 of docs/numerics.md.
 typedef enum AllnormQuant {
   ALLNORM_QUANT_NONE = 0,
   ALLNORM_QUANT_PER_GROUP = 1,   // one scale per group_size columns of a row
@@ -122,8 +123,9 @@ typedef struct AllnormCall {
   // num_streams, hidden_size].
   const void* residual;
   const void* weight;  // [hidden_size]; NULL unless ADD_RMS_NORM, and with ALLNORM_NO_NORM
-  // [num_tokens, hidden_size]. May be x, unless top_k. NULL with ALLNORM_NO_NORM, and with quant if
-  // the normed row is not needed. SUM_ROWS: float32, this rank's row_shard(); never x.
+  // [num_tokens, hidden_size]. May be x, unless top_k. NULL with ALLNORM_NO_NORM, with QUANTIZE,
+  // and with quant if the normed row is not needed. SUM_ROWS: float32, this rank's row_shard();
+  // never x.
   void* out;
   // Like residual; may be residual. NULL unless ADD_RMS_NORM or HYPER_CONNECTION.
   void* residual_out;

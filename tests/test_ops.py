@@ -18,10 +18,8 @@ from allnorm import reference
 from allnorm.quant import Quant
 from allnorm.testing import assert_same_bits
 
-QUANT = (
-    "str quant_kind, int group_size, str scale_layout, str scale_format, Tensor? static_scale, "
-    "bool return_normed"
-)
+FORMAT = "str quant_kind, int group_size, str scale_layout, str scale_format, Tensor? static_scale"
+QUANT = f"{FORMAT}, bool return_normed"
 FOUR = "(Tensor quantized, Tensor scale, Tensor residual, Tensor normed)"
 LATER = 'SymInt? residual_rows=None, str algorithm="auto"'
 BOUNDARY = (
@@ -67,6 +65,7 @@ SCHEMAS = {
         "allnorm::add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, "
         f"{QUANT}, float weight_bias, str numerics, {BOUNDARY}) -> {FOUR}"
     ),
+    "quantize": f"allnorm::quantize(Tensor x, {FORMAT}) -> (Tensor quantized, Tensor scale)",
     "add_rms_norm": (
         "allnorm::add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, "
         f"float weight_bias, str numerics, {BOUNDARY}) -> (Tensor, Tensor)"

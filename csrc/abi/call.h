@@ -10,11 +10,13 @@
 namespace allnorm {
 
 inline bool is_norm(const AllnormCall& call) { return call.op == ALLNORM_ADD_RMS_NORM; }
+// Returns whether the call quantizes x itself.
+inline bool only_quantizes(const AllnormCall& call) { return call.op == ALLNORM_QUANTIZE; }
 inline bool is_quantized(const AllnormCall& call) {
-  return is_norm(call) && call.quant != ALLNORM_QUANT_NONE;
+  return (is_norm(call) || only_quantizes(call)) && call.quant != ALLNORM_QUANT_NONE;
 }
 inline bool is_nvfp4(const AllnormCall& call) {
-  return is_norm(call) && call.quant == ALLNORM_QUANT_NVFP4;
+  return is_quantized(call) && call.quant == ALLNORM_QUANT_NVFP4;
 }
 // Returns whether scales are bytes in tiles: swizzled_scale() in protocol/numerics.h.
 inline bool is_swizzled(const AllnormCall& call) {

@@ -134,6 +134,21 @@ int32_t check_streams(const AllnormCall& call) {
                  "HYPER_CONNECTION");
 }
 
+// Checks the arguments of QUANTIZE.
+int32_t check_quantize(const AllnormCall& call) {
+  constexpr int32_t kAllowed = ALLNORM_NO_PDL | ALLNORM_SWIZZLED_SCALES;
+  if ((call.flags & ~kAllowed) != 0) {
+    return invalid("flags", call.flags,
+                   "a sum of ALLNORM_NO_PDL (1) and ALLNORM_SWIZZLED_SCALES (16) with QUANTIZE");
+  }
+  if (call.quant == ALLNORM_QUANT_NONE) return invalid("quant", call.quant, "1 to 4 with QUANTIZE");
+  if (call.top_k != 0) return invalid("top_k", call.top_k, "0 with QUANTIZE");
+  if (call.out != nullptr) {
+    return fail(ALLNORM_INVALID_ARGUMENT, "out is given with QUANTIZE; expected NULL");
+  }
+  return check_quant(call);
+}
+
 // Checks the size of whole rows, which consist of the slices of `ranks` ranks.
 int32_t check_whole_rows(const AllnormCall& call, int ranks) {
   if (widest_slice(call) * ranks <= kMaxHiddenSize) return ALLNORM_OK;
@@ -149,8 +164,8 @@ int32_t check_call(const AllnormCall* call) {
   if (const int32_t status = check_struct("AllnormCall", call->struct_bytes, sizeof(AllnormCall))) {
     return status;
   }
-  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_HYPER_CONNECTION) {
-    return invalid("op", call->op, "an AllnormOp, 0 to 5");
+  if (call->op < ALLNORM_ALL_REDUCE || call->op > ALLNORM_QUANTIZE) {
+    return invalid("op", call->op, "an AllnormOp, 0 to 6");
   }
   if (call->dtype < ALLNORM_FLOAT32 || call->dtype > ALLNORM_BFLOAT16) {
     return invalid("dtype", call->dtype, "an AllnormDtype, 0 to 2");
@@ -194,6 +209,7 @@ int32_t check_call(const AllnormCall* call) {
   }
   if (norms_slices(*call)) return check_slices(*call);
   if (mixes_streams(*call)) return check_streams(*call);
+  if (only_quantizes(*call)) return check_quantize(*call);
   return is_norm(*call) ? check_norm(*call) : ALLNORM_OK;
 }
 
@@ -228,10 +244,14 @@ int32_t check_sources(const AllnormCall& call) {
   if (call.num_sources > 1 && sums_experts(call)) {
     return invalid("num_sources", call.num_sources, "1 with top_k");
   }
+  if (call.num_sources > 1 && only_quantizes(call)) {
+    return invalid("num_sources", call.num_sources, "1 with QUANTIZE");
+  }
   return ALLNORM_OK;
 }
 
 int32_t check_algorithm(const AllnormCall& call) {
+  if (only_quantizes(call)) return invalid("op", call.op, "0 to 5: QUANTIZE is a local call");
   if (call.algorithm != ALLNORM_ONE_SHOT && call.algorithm != ALLNORM_TWO_SHOT) {
     return invalid("algorithm", call.algorithm, "an AllnormAlgorithm, 0 or 1");
   }
@@ -324,9 +344,10 @@ int32_t check_run(const AllnormCommConfig* config, const AllnormCall* call) {
 int32_t check_local(const AllnormCall* call) {
   int32_t status = check_call(call);
   if (status == ALLNORM_OK && norms_slices(*call)) return check_local_slices(*call);
-  if (status == ALLNORM_OK && call->op > ALLNORM_ADD_RMS_NORM && !mixes_streams(*call)) {
+  if (status == ALLNORM_OK && (makes_sums(*call) || call->op == ALLNORM_ALL_GATHER_ROWS)) {
     status = invalid("op", call->op,
-                     "an op that sums, 0 or 1, RMS_NORM_SHARDED (4) or HYPER_CONNECTION (5)");
+                     "ALL_REDUCE (0), ADD_RMS_NORM (1), RMS_NORM_SHARDED (4), HYPER_CONNECTION (5) "
+                     "or QUANTIZE (6)");
   }
   if (status == ALLNORM_OK && takes_sums(*call)) {
     status = invalid("flags", call->flags, "no ALLNORM_ISLAND_SUMS (32) in a local call");

@@ -55,6 +55,14 @@ void run_typed(const RowOp& op, const RowTask& task) {
         row.sources[r] = reinterpret_cast<const Storage*>(task.sources[r].from(i).data);
       }
     }
+    if (op.format != RowFormat::kPlain) {
+      row.quantized = reinterpret_cast<uint8_t*>(task.quantized.from(i).data);
+      row.scales = task.scales.from(i);
+    }
+    if (op.op == ALLNORM_QUANTIZE) {
+      kFormats<T>[static_cast<int>(op.format)](op, row.sources[0], row);
+      continue;
+    }
     if (op.op == ALLNORM_ALL_REDUCE) {
       reduce_row<T, kSources>(op, row, task.num_sources);
       continue;
@@ -66,10 +74,6 @@ void run_typed(const RowOp& op, const RowTask& task) {
       row.mix = reinterpret_cast<const float*>(task.mix.from(i).data);
       mix_row<T, kSources>(op, row, task.num_sources);
       continue;
-    }
-    if (op.format != RowFormat::kPlain) {
-      row.quantized = reinterpret_cast<uint8_t*>(task.quantized.from(i).data);
-      row.scales = task.scales.from(i);
     }
     if (changes) {
       change_and_norm_row<T, kSources>(op, row, task.num_sources);

@@ -243,6 +243,40 @@ __device__ __forceinline__ float reduced_square_sum(const LocalParams& params, i
   return block_butterfly(chunk_sums, chunks);
 }
 
+// Quantizes a row of x as numerics step 6 quantizes y; all threads of the block call it.
+// `greatest`: shared memory with room for one value per chunk.
+template <class T, class Access, template <class> class Format>
+__device__ __forceinline__ void quantize_row(const LocalParams& params, int64_t row, int64_t packs,
+                                             int chunks, float* greatest) {
+  const EpilogueParams& epilogue = params.epilogue;
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const char* const x = params.x.at(row, 0);
+  const auto for_each_chunk = [&](auto&& work) {
+    for (int chunk = warp; chunk < chunks; chunk += warps) {
+      const int64_t pack = static_cast<int64_t>(chunk) * kPacksPerChunk + lane;
+      Pack y{};
+      if (pack < packs) y = Access::load(x, pack, epilogue.hidden_size);
+      work(chunk, pack < packs, y);
+    }
+  };
+  const bool wide_groups = Format<T>::needs_greatest(epilogue.quant);
+  if (wide_groups) {
+    // barrier: the preceding row's maxima have been read.
+    ALLNORM_FAULT(greatest_overwritten, , __syncthreads());
+    for_each_chunk([&](int chunk, bool live, const Pack& y) {
+      const uint32_t amax =
+          RowReduction::greatest_of_lanes(live ? greatest_magnitude<T>(y) : 0, 32);
+      if (lane == 0) greatest[chunk] = bit_cast<float>(amax);
+    });
+    // barrier: orders the maxima before their reads below.
+    ALLNORM_FAULT(greatest_of_x_read_early, , __syncthreads());
+  }
+  for_each_chunk([&](int chunk, bool live, const Pack& y) {
+    Format<T>::template store_chunk<Access>(epilogue, row, chunk, chunks, live,
+                                            wide_groups ? greatest : nullptr, y);
+  });
+}
+
 // The template arguments of a kernel, as one type: see LocalRowsKernel.
 template <class T, bool kAligned, Features kFeatures, template <class> class Format>
 struct AnyRowsKernel {
@@ -273,10 +307,14 @@ __device__ __forceinline__ void AnyRowsKernel<T, kAligned, kFeatures, Format>::r
   if (blockIdx.x == 0) Format<T>::store_padding(epilogue.quant, threadIdx.x, blockDim.x);
   for (int64_t row = blockIdx.x; row < params.num_tokens; row += gridDim.x) {
     if (!epilogue.normalize) {
-      for (int64_t pack = threadIdx.x; pack < packs; pack += blockDim.x) {
-        float sum[kElems];
-        residual_sum<T, Access, kFeatures>(params, row, pack, 0.0f, sum);
-        Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, allnorm::pack<T>(sum));
+      if constexpr (Format<T>::kQuantizes) {
+        quantize_row<T, Access, Format>(params, row, packs, chunks, greatest);
+      } else {
+        for (int64_t pack = threadIdx.x; pack < packs; pack += blockDim.x) {
+          float sum[kElems];
+          residual_sum<T, Access, kFeatures>(params, row, pack, 0.0f, sum);
+          Access::store(epilogue.out.at(row, 0), pack, epilogue.hidden_size, allnorm::pack<T>(sum));
+        }
       }
       continue;
     }

@@ -356,7 +356,7 @@ int32_t launch_local(const Device& device, const AllnormCall& call) {
       is_aligned(call.residual_out, epilogue.residual_out.stride_bytes) &&
       (!is_quantized(call) || is_aligned(call.quantized, 2 * call.quantized_stride));
   const int blocks_per_row = choose_local_cluster_size(packs, call.num_tokens);
-  const bool in_rows = aligned && call.num_tokens <= kMaxRows &&
+  const bool in_rows = aligned && !only_quantizes(call) && call.num_tokens <= kMaxRows &&
                        threads_of(packs, blocks_per_row) <= kMaxThreads &&
                        (blocks_per_row == 1 || device.has_clusters);
   const int shared_bytes = in_rows ? 0 : local_shared_bytes(packs, is_quantized(call));

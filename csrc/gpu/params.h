@@ -168,7 +168,7 @@ struct EpilogueParams {
   float inverse_num_elements;  // 1 / num_elements, rounded
   float eps;
   float weight_bias;
-  bool normalize;  // false: out = the reduced sum
+  bool normalize;  // false: out = the reduced sum, or x is quantized
   bool weight_is_float32;
   bool normalize_unrounded;
   bool round_before_weight;

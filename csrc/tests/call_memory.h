@@ -87,18 +87,22 @@ inline std::vector<Piece> pieces_of(const AllnormCall& call, int rank, int world
     add_choices(offsetof(AllnormCall, expert_index), call.expert_index_stride);
     add_choices(offsetof(AllnormCall, expert_weights), call.expert_weights_stride);
   }
-  if (!norm) return pieces;
+  if (!norm && !is_quantized(call)) return pieces;
   const bool wide = (call.flags & ALLNORM_FLOAT32_RESIDUAL) != 0;
   const int residual_dtype = wide ? static_cast<int>(ALLNORM_FLOAT32) : call.dtype;
-  add(offsetof(AllnormCall, residual), false, held, call.residual_stride, residual_dtype);
-  add(offsetof(AllnormCall, residual_out), true, held, call.residual_out_stride, residual_dtype);
+  if (norm) {
+    add(offsetof(AllnormCall, residual), false, held, call.residual_stride, residual_dtype);
+    add(offsetof(AllnormCall, residual_out), true, held, call.residual_out_stride, residual_dtype);
+  }
   const auto add_weight = [&](size_t pointer, int dtype) {
     const Wide bytes = static_cast<Wide>(call.hidden_size) * element_bytes(dtype);
     const Piece piece = {pointer, false, bytes};
     if (piece.data(call) != nullptr) pieces.push_back(piece);
   };
-  add_weight(offsetof(AllnormCall, weight), call.weight_dtype);
-  add_weight(offsetof(AllnormCall, post_weight), call.post_weight_dtype);
+  if (norm) {
+    add_weight(offsetof(AllnormCall, weight), call.weight_dtype);
+    add_weight(offsetof(AllnormCall, post_weight), call.post_weight_dtype);
+  }
   if (!is_quantized(call) || results == 0) return pieces;
   pieces.push_back({offsetof(AllnormCall, quantized), true,
                     call.quant == ALLNORM_QUANT_NVFP4 ? call.hidden_size / 2 : call.hidden_size,
@@ -201,8 +205,10 @@ inline void draw_index(const AllnormCall& call, Random& random) {
 inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   AllnormCall call = {};
   call.struct_bytes = sizeof(call);
-  call.op = static_cast<int32_t>(random.below(local ? 4 : 5));
-  if (call.op > ALLNORM_ALL_GATHER_ROWS || (local && call.op == ALLNORM_ALL_GATHER_ROWS)) {
+  call.op = static_cast<int32_t>(random.below(5));
+  if (local && call.op == 4) {
+    call.op = ALLNORM_QUANTIZE;
+  } else if (call.op > ALLNORM_ALL_GATHER_ROWS || (local && call.op == ALLNORM_ALL_GATHER_ROWS)) {
     call.op = ALLNORM_ADD_RMS_NORM;
   }
   call.dtype = static_cast<int32_t>(random.below(3));
@@ -210,13 +216,14 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
   call.num_tokens = 1 + random.below(7);
   call.hidden_size = 1 + random.below(130);
   const bool no_norm = ends_with_sum(call);
-  if (is_norm(call) && !no_norm && random.below(3) != 0) random_quant(call, random);
+  const bool alone = only_quantizes(call);
+  if (alone || (is_norm(call) && !no_norm && random.below(3) != 0)) random_quant(call, random);
   call.algorithm = static_cast<int32_t>(random.below(2));
   if (!local && call.algorithm == ALLNORM_TWO_SHOT && random.below(2) != 0) {
     call.flags |= ALLNORM_RESIDUAL_SHARDED;
     if (call.hidden_size % 3 == 0 && is_norm(call)) call.flags |= ALLNORM_NO_GATHER;
   }
-  call.num_sources = local ? static_cast<int32_t>(1 + random.below(3)) : 1;
+  call.num_sources = local && !alone ? static_cast<int32_t>(1 + random.below(3)) : 1;
 
   arena.free_all();
   const int64_t width = element_bytes(call.dtype);
@@ -248,7 +255,7 @@ inline AllnormCall draw_call(Random& random, Arena& arena, bool local) {
     call.residual_out_stride = call.residual_stride;
   }
   if (!is_quantized(call)) return call;
-  if (random.below(2) != 0) call.out = nullptr;
+  if (alone || random.below(2) != 0) call.out = nullptr;
   const QuantMemory shape(call, static_cast<int>(random.below(QuantMemory::kNumLayouts)),
                           random.below(4));
   call.quantized = arena.take(random, static_cast<int64_t>(shape.bytes.size()), 1);

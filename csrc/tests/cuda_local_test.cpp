@@ -1,6 +1,6 @@
 // Tests the local kernels on simulated GPUs (tests/shim), bit for bit against the numerics page.
 // Unfused calls and norms of reduced tensors use these kernels. Covers every dtype, odd hidden
-// sizes, and any number of sources up to the largest world size.
+// sizes, and any number of sources up to the largest world size. Also rows that are only quantized.
 #include <vector>
 
 #include "gpu/kernel_table.cuh"
@@ -11,34 +11,14 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
+// Runs a local call on a simulated GPU. `x`: the rows of all sources, one source below the other.
 template <class T, KernelKind kKind>
-void run_local(const AllnormCall& of, uint64_t seed) {
-  Random random(seed);
-  // Only a single source may be a sum of experts.
-  const auto sources =
-      random.below(2) == 0 ? 1 : static_cast<int>(1 + random.below(kPushMaxWorldSize));
-  AllnormCall call = of;
-  call.flags = 0;
-  call.dtype = kDtypeOf<T>;
-  const bool sums_alone = random.below(6) == 0 && of.quant == ALLNORM_QUANT_NONE;
-  call.op = sums_alone ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
-  call.num_tokens = 1 + random.below(6);
-  random_arithmetic(call, random);
-  if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
-  if (random.below(2) == 0) call.flags |= of.flags;
-  Operation op = make_operation(sources, random, call, random.below(2) == 0);
-  if (sources == 1) random_experts(op, random, kKind == KernelKind::kLocalAny ? 1 : 8, 1);
-  // One matrix that holds all sources, one below the other.
-  Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
-  for (int64_t row = 0; row < stacked.rows; ++row) {
-    const Matrix& x = op.x[static_cast<size_t>(row / call.num_tokens)];
-    set_row(stacked, row, row_of(x, row % call.num_tokens));
-  }
-  call = call_of(op, 0);
-  const int64_t row_bytes = call.hidden_size * testing::element_bytes(call.dtype);
+void run_kernel(const AllnormCall& call, const Matrix& x, int sources, Random& random,
+                uint64_t seed) {
+  const int64_t row_bytes = x.stride * testing::element_bytes(call.dtype);
   const int64_t packs = (call.hidden_size + kElemsPerPack<T> - 1) / kElemsPerPack<T>;
   const LocalParams params = {
-      .x = sums_experts(call) ? allnorm::Rows{} : rows_from(stacked.data(), row_bytes, 0),
+      .x = sums_experts(call) ? allnorm::Rows{} : rows_from(x.bytes.data(), row_bytes, 0),
       .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
       .source_stride_bytes = call.num_tokens * row_bytes,
       .num_tokens = call.num_tokens,
@@ -65,38 +45,94 @@ void run_local(const AllnormCall& of, uint64_t seed) {
                        .kernel = kernel});
   }
   check(machine.run(1'000'000), "the local kernel does not end");
+}
+
+template <class T, KernelKind kKind>
+void run_local(const AllnormCall& of, uint64_t seed) {
+  Random random(seed);
+  // Only a single source may be a sum of experts.
+  const auto sources =
+      random.below(2) == 0 ? 1 : static_cast<int>(1 + random.below(kPushMaxWorldSize));
+  AllnormCall call = of;
+  call.flags = 0;
+  call.dtype = kDtypeOf<T>;
+  const bool sums_alone = random.below(6) == 0 && of.quant == ALLNORM_QUANT_NONE;
+  call.op = sums_alone ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
+  call.num_tokens = 1 + random.below(6);
+  random_arithmetic(call, random);
+  if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
+  if (random.below(2) == 0) call.flags |= of.flags;
+  Operation op = make_operation(sources, random, call, random.below(2) == 0);
+  if (sources == 1) random_experts(op, random, kKind == KernelKind::kLocalAny ? 1 : 8, 1);
+  // One matrix that holds all sources, one below the other.
+  Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
+  for (int64_t row = 0; row < stacked.rows; ++row) {
+    const Matrix& x = op.x[static_cast<size_t>(row / call.num_tokens)];
+    set_row(stacked, row, row_of(x, row % call.num_tokens));
+  }
+  run_kernel<T, kKind>(call_of(op, 0), stacked, sources, random, seed);
   compare(op, 0, -1);
+}
+
+// Quantizes rows of x themselves.
+template <class T, KernelKind kKind>
+void run_quantize(const AllnormCall& of, uint64_t seed) {
+  if (of.quant == ALLNORM_QUANT_NONE) return;
+  Random random(seed);
+  AllnormCall call = of;
+  call.op = ALLNORM_QUANTIZE;
+  call.dtype = kDtypeOf<T>;
+  call.num_tokens = 1 + random.below(6);
+  Matrix x(call.dtype, call.num_tokens, call.hidden_size, 24);
+  fill(x, random);
+  call.x = x.data();
+  call.x_stride = x.stride;
+  call.num_sources = 1;
+  QuantMemory quant(call, static_cast<int>(random.below(QuantMemory::kNumLayouts)), 0,
+                    random_given_scale(random));
+  run_kernel<T, kKind>(call, x, 1, random, seed);
+  for (int64_t row = 0; row < call.num_tokens; ++row) {
+    const ExpectedQuant expected = reference_quantize(call, row_of(x, row));
+    const int64_t wrong = quant.count_wrong(call, row, expected, Allowed::kRight);
+    check(wrong == 0, "seed %llu: %lld wrong elements or scales in row %lld of quant %d",
+          static_cast<unsigned long long>(seed), static_cast<long long>(wrong),
+          static_cast<long long>(row), call.quant);
+  }
 }
 
 template <class T, KernelKind kKind>
 void test_local(int64_t hidden_size, uint64_t seed) {
   AllnormCall call = {};
+  const auto run = [&](uint64_t number) {
+    run_local<T, kKind>(call, number);
+    if constexpr (kKind != KernelKind::kLocalRows) run_quantize<T, kKind>(call, number);
+  };
   call.hidden_size = hidden_size;
-  run_local<T, kKind>(call, seed);
+  run(seed);
   call.quant = ALLNORM_QUANT_PER_TOKEN;
-  run_local<T, kKind>(call, seed);
+  run(seed);
   call.quant = ALLNORM_QUANT_PER_TENSOR;
-  run_local<T, kKind>(call, seed);
+  run(seed);
   call.quant = ALLNORM_QUANT_PER_GROUP;
   for (call.group_size = 16; call.group_size <= 512; call.group_size *= 2) {
     call.scale_format = static_cast<int32_t>(call.group_size / 16 % 3);
     call.hidden_size = (hidden_size + call.group_size - 1) / call.group_size * call.group_size;
-    run_local<T, kKind>(call, seed);
+    run(seed);
   }
   // Half of these calls have their scales in tiles.
   call.flags = ALLNORM_SWIZZLED_SCALES;
   call.group_size = 32;
   call.scale_format = ALLNORM_SCALE_UE8M0;
   call.hidden_size = (hidden_size + 31) / 32 * 32;
-  run_local<T, kKind>(call, seed);
+  run(seed);
   static const float global = 90.0f;
   call.quant = ALLNORM_QUANT_NVFP4;
   call.global_scale = &global;
   call.group_size = 0;
   call.scale_format = ALLNORM_SCALE_FLOAT32;
   call.hidden_size = (hidden_size + 15) / 16 * 16;
-  run_local<T, kKind>(call, seed);
-  run_local<T, kKind>(call, seed + 1);
+  run(seed);
+  run(seed + 1);
 }
 
 TEST(local_kernels) {

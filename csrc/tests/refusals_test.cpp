@@ -7,7 +7,7 @@
 namespace allnorm::testing {
 namespace {
 
-enum class Base { kGroups, kPlain, kTiles, kNvFp4, kPostNorm, kNoNorm, kExperts, kSharded };
+enum class Base { kGroups, kPlain, kTiles, kNvFp4, kPostNorm, kNoNorm, kExperts, kSharded, kAlone };
 
 // A valid call of each kind, with memory. kSharded is for allnorm_run(), the others are for
 // allnorm_local().
@@ -55,6 +55,11 @@ struct ValidCall {
     if (base == Base::kSharded) {
       call.flags = ALLNORM_RESIDUAL_SHARDED;
       call.algorithm = ALLNORM_TWO_SHOT;
+    }
+    if (base == Base::kAlone) {
+      call.op = ALLNORM_QUANTIZE;
+      call.num_sources = 1;
+      call.out = nullptr;
     }
     quant.emplace(call, QuantMemory::kColumnMajorTma, 0);
   }
@@ -156,6 +161,21 @@ TEST(defects_of_calls) {
       {kNvFp4, "scale_padding_rows", [](Call& call) { call.scale_padding_rows = 1; }},
       {kNvFp4, "multiple of 16", [](Call& call) { call.hidden_size = 56; }},
       {kNvFp4, "global_scale is NULL", [](Call& call) { call.global_scale = nullptr; }},
+      // Rows that are only quantized.
+      {kAlone, "flags", [](Call& call) { call.flags = ALLNORM_SCALED; }},
+      {kAlone, "quant is", [](Call& call) { call.quant = ALLNORM_QUANT_NONE; }},
+      {kAlone, "group_size", [](Call& call) { call.group_size = 24; }},
+      {kAlone, "num_sources", [](Call& call) { call.num_sources = 2; }},
+      {kAlone, "top_k", [](Call& call) { call.top_k = 1; }},
+      {kAlone, "out is given", [](Call& call) { call.out = call.residual_out; }},
+      {kAlone, "x is NULL", [](Call& call) { call.x = nullptr; }},
+      {kAlone, "quantized and x", [](Call& call) { call.quantized = later(call.x, 0); }},
+      {kSharded, "op is",
+       [](Call& call) {
+         call.op = ALLNORM_QUANTIZE;
+         call.flags = 0;
+         call.out = nullptr;
+       }},
       // The post norm and the factor.
       {kPostNorm, "sum_scale", [](Call& call) { call.sum_scale = INFINITY; }},
       {kPostNorm, "post_weight_dtype", [](Call& call) { call.post_weight_dtype = 1; }},

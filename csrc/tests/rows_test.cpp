@@ -26,18 +26,22 @@ Matrix random_weight(Random& random, int dtype, int64_t hidden) {
 // Draws a call of about this size, and runs it with every kernel.
 void test_call(Random& random, int dtype, int64_t tokens, int64_t hidden_size) {
   AllnormCall call = {};
-  call.op = random.below(8) == 0 ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
+  const int64_t draw = random.below(8);
+  call.op = draw == 0 ? ALLNORM_ALL_REDUCE : draw == 1 ? ALLNORM_QUANTIZE : ALLNORM_ADD_RMS_NORM;
   call.dtype = dtype;
   call.hidden_size = hidden_size;
   random_arithmetic(call, random);
-  if (is_norm(call) && !ends_with_sum(call) && random.below(2) == 0) random_quant(call, random);
+  const bool alone = only_quantizes(call), sum_only = ends_with_sum(call);
+  if (alone || (is_norm(call) && !sum_only && random.below(2) == 0)) random_quant(call, random);
   const int64_t hidden = call.hidden_size;
   const bool with_residual = is_norm(call) && random.below(3) != 0;
 
   // The sources, stored one below the other, or the experts' rows.
   Experts experts;
   int sources = 1;
-  if (random.below(3) == 0) {
+  if (alone) {
+    sources = 1;
+  } else if (random.below(3) == 0) {
     const int style = random.below(6) == 0 ? 2 : 1;
     experts = random_experts(random, dtype, tokens, hidden, [&](Matrix& rows) {
       rows = random_matrix(random, dtype, rows.rows, hidden, rows.stride - hidden, style);
@@ -66,13 +70,17 @@ void test_call(Random& random, int dtype, int64_t tokens, int64_t hidden_size) {
   experts.attach(call);
   if (post_norm) call.post_weight = post_weight.data();
   if (ends_with_sum(call)) call.weight = nullptr;
-  const bool with_out = !ends_with_sum(call) && (!is_quantized(call) || random.below(2) == 0);
+  const bool with_out = !sum_only && !alone && (!is_quantized(call) || random.below(2) == 0);
   if (!with_out) call.out = nullptr;
   QuantMemory quant(call, static_cast<int>(random.below(QuantMemory::kNumLayouts)), random.below(3),
                     random_given_scale(random));
 
   Matrix want = result, want_sum = sum;
   for (int64_t row = 0; row < tokens; ++row) {
+    if (alone) {
+      quant.expect_row(call, row, reference_quantize(call, row_of(x, row)));
+      continue;
+    }
     std::vector<std::vector<uint32_t>> partials;
     if (experts.top_k != 0) partials.push_back(experts.partial(row));
     for (int r = 0; r < sources && experts.top_k == 0; ++r) {

@@ -13,7 +13,7 @@ from allnorm._version import __version__
 from allnorm.communicator import Communicator
 from allnorm.core import _native, fast_call
 from allnorm.core._native import build_info
-from allnorm.core.local import add_rms_norm, add_rms_norm_quant
+from allnorm.core.local import add_rms_norm, add_rms_norm_quant, quantize
 from allnorm.core.stream_input import hyper_connection_input
 from allnorm.errors import (
     AllnormError,
@@ -84,6 +84,7 @@ __all__ = [
     "capabilities",
     "hyper_connection_input",
     "ops",
+    "quantize",
     "reference",
     "rms_norm_sharded",
     "row_shard",

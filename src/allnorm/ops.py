@@ -60,9 +60,12 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
         if len(arguments) > rows_at and arguments[rows_at] is not None:
             _check_rows(results[operator.results.index("residual_out")], arguments[rows_at])
         if operator.is_quantized:
-            quantized, scale, residual, normed = results
+            quantized, scale, *others = results
             if arguments[positions["quant_kind"]] == Fp8PerTensor.kind:
                 scale = scale.new_empty(0)  # an operator must not return an input
+            if not others:
+                return quantized, scale
+            residual, normed = others
             return quantized, scale, residual, x.new_empty(0) if normed is None else normed
         if results.__class__ is tuple and results[0] is None:
             return x.new_empty(0), results[1]

@@ -40,7 +40,7 @@ NAMES = (
     *("all_reduce_add_rms_norm_quant", "all_gather_rows", "row_shard"),
     *("add_rms_norm", "add_rms_norm_quant", "Communicator.rms_norm_sharded", "rms_norm_sharded"),
     *("HyperConnection", "Communicator.all_reduce_hyper_connection", "all_reduce_hyper_connection"),
-    *("HyperConnectionProjection", "hyper_connection_input"),
+    *("HyperConnectionProjection", "hyper_connection_input", "quantize"),
     "Communicator.all_reduce_hyper_connection_input",
     "all_reduce_hyper_connection_input",
 )
@@ -141,6 +141,7 @@ def calls(c: allnorm.Communicator) -> dict[str, tuple[Callable[..., Any], dict[s
         "add_rms_norm": norm,
         "add_rms_norm_quant": norm,
         "hyper_connection_input": inputs,
+        "quantize": {"x": x, "quant": allnorm.Fp8PerToken()},
     }
     found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "Communicator": (allnorm.Communicator, {}),

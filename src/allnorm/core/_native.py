@@ -21,7 +21,8 @@ OK, INVALID_ARGUMENT, UNSUPPORTED, TIMEOUT, DIVERGED, SYSTEM, BUSY = range(7)
 PEER_DIED, PEER_LEFT, INTERRUPTED, CLOSED = range(7, 11)
 _IPC_HANDLE_BYTES = 64
 ALGORITHM = {name: code for code, name in enumerate(names.FUSED)}
-ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED, HYPER_CONNECTION = range(6)
+ALL_REDUCE, ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED = range(5)
+HYPER_CONNECTION, QUANTIZE = 5, 6
 NUMERICS = {name: code for code, name in enumerate(names.NUMERICS)}
 DTYPE = {name: code for code, name in enumerate(names.DTYPES)}
 QUANT = {name: code for code, name in enumerate(names.QUANTS, start=1)}

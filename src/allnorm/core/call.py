@@ -223,9 +223,14 @@ class Call:
         return torch.float32 if self.has_float32_residual else self.x.dtype
 
     @property
+    def is_quantized(self) -> bool:
+        """Returns whether quantized rows are a result."""
+        return self.op == "quantize" or self.op.endswith("_quant")
+
+    @property
     def writes_scale(self) -> bool:
         """Returns whether scales are a result."""
-        return self.op.endswith("_quant") and not isinstance(self.quant, Fp8PerTensor)
+        return self.is_quantized and not isinstance(self.quant, Fp8PerTensor)
 
     @property
     def owns_rows(self) -> bool:

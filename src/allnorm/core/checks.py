@@ -59,7 +59,7 @@ def check_alike(call: Call, device: torch.device) -> None:
     if call.has_norm:
         check_norm_constants(call)
         check_norms(call)
-    if call.op.endswith("_quant"):
+    if call.is_quantized:
         check_quantization(call)
 
 

@@ -113,6 +113,38 @@ def add_rms_norm_quant(
     return QuantizedNorm(*results)
 
 
+def quantize(x: torch.Tensor, quant: Quant = DEFAULT_QUANT) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes rows with the bits of step 6 of the fused call, in one launch.
+
+    It quantizes what is normed by a different function, such as `hyper_connection_input`.
+
+    PyTorch equivalent with one scale per row:
+
+        scale = x.float().abs().amax(-1, keepdim=True) / 448
+        quantized = (x.float() / scale).to(torch.float8_e4m3fn)
+
+    Args:
+        x: [..., hidden_size] with any hidden_size of whole groups, float32, float16 or bfloat16;
+            rows may be strided.
+        quant: an `Fp8PerGroup`, `MxFp8()`, `Fp8PerToken`, `Fp8PerTensor` or `NvFp4`.
+
+    Returns:
+        (quantized, scale). `quantized` is contiguous, float8_e4m3fn in the shape of `x`; for
+        `NvFp4` it is uint8 of half the width. `scale` has the layout of `quant`, with zeros as
+        padding; for `Fp8PerTensor` it is the given tensor.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: wrong arguments.
+        NativeLibraryError: the backend's library is missing.
+
+    Not collective. Safe in CUDA graphs and under torch.compile. Bits: the numerics page.
+    """
+    results: tuple[torch.Tensor, torch.Tensor] = _runner(x).call(
+        op="quantize", source=x, quant=quant
+    )
+    return results
+
+
 class _Threads(threading.local):
     """Each thread's dispatchers, keyed by device, so that threads do not wait for each other."""
 

@@ -313,6 +313,7 @@ _COPIED = (
     *("post", "mix"),
     *(name for name in _RARE if name not in KEYWORDS),
 )
+_QUANTIZED = (("quantized_out", "scale_out"), "(Tensor quantized, Tensor scale)")
 _TWO = (("out", "residual_out"), "(Tensor, Tensor)")
 _FOUR = (
     ("quantized_out", "scale_out", "residual_out", "out"),
@@ -372,6 +373,7 @@ OPERATORS = {
         ),
         Operator("add_rms_norm", (*_NORM, *_RESIDUAL_UPDATE), *_TWO),
         Operator("add_rms_norm_quant", (*_NORM_QUANT, *_RESIDUAL_UPDATE), *_FOUR),
+        Operator("quantize", (_X, *_QUANT), *_QUANTIZED),
     )
 }
 """The operators, keyed by name; each is a public call."""

@@ -37,7 +37,11 @@ _INPUT_NAMES = (
 # inputs whose width is not hidden_size
 _NARROW_INPUTS = ("quant.scale", "index", "weights", "post", "mix")
 _NVFP4 = _native.QUANT["nvfp4"]
-_OPS = {"all_reduce": _native.ALL_REDUCE, "all_gather_rows": _native.ALL_GATHER_ROWS}
+_OPS = {
+    "all_reduce": _native.ALL_REDUCE,
+    "all_gather_rows": _native.ALL_GATHER_ROWS,
+    "quantize": _native.QUANTIZE,
+}
 
 
 def _flags(call: Call) -> int:
@@ -222,27 +226,29 @@ class PreparedCall:
         may_share = "x" if in_place and self.gathers and not call.experts else ""
         normed = Result("out", "out", whole, _contiguous(whole.shape), may_share)
         if not call.has_norm:
-            return [normed]
+            return self._narrow_results(call, whole) if call.is_quantized else [normed]
         may_share = "residual" if in_place else ""
         residual = Result("residual_out", "residual_out", own, _contiguous(own.shape), may_share)
-        if not call.op.endswith("_quant"):
+        if not call.is_quantized:
             return [normed if call.weight is not None else None, residual]
+        normed = normed._replace(name="normed_out")
+        narrow = self._narrow_results(call, whole)
+        return [*narrow, residual, normed if call.return_normed else None]
+
+    def _narrow_results(self, call: Call, whole: Like) -> list[Result | None]:
+        """Returns the results of a quantized call for rows `whole`: quantized rows and scales."""
         assert call.quant is not None
         narrow = quantized_shape(call.quant, whole.shape)
         source = whole.source if narrow == whole.shape else "two columns of x in each of its own"
-        quantized = Like(tuple(narrow), quantized_dtype(call.quant), x.device, source)
+        quantized = Like(tuple(narrow), quantized_dtype(call.quant), whole.device, source)
         scale = None
         if self.scale is not None:
-            like = Like(self.scale.shape, self.scale.dtype, x.device)
+            like = Like(self.scale.shape, self.scale.dtype, whole.device)
             scale = Result("scale_out", "scale_out", like, self.scale.stride, "", self.scale)
         elif call.scale_out is not None:
             raise ValueError("scale_out with an Fp8PerTensor: its scale is given, none is written.")
-        return [
-            Result("quantized_out", "quantized_out", quantized, _contiguous(quantized.shape)),
-            scale,
-            residual,
-            normed._replace(name="normed_out") if call.return_normed else None,
-        ]
+        stride = _contiguous(quantized.shape)
+        return [Result("quantized_out", "quantized_out", quantized, stride), scale]
 
     def _row_stride(self, x: torch.Tensor) -> tuple[bool, int]:
         """Returns whether `x` must be copied; if not, also its row stride in elements."""

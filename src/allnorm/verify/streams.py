@@ -13,6 +13,7 @@ import torch
 import allnorm
 from allnorm import reference
 from allnorm.names import NUMERICS
+from allnorm.quant import Quant
 from allnorm.testing import DTYPES
 from allnorm.testing.inputs import random_projection
 from allnorm.verify.calls import EPS, EXPERTS
@@ -26,6 +27,10 @@ _INPUT_SIZES = (120, 2880)
 _INPUT_TOKENS = 17
 _INPUT_ROWS = (slice(0, 0), slice(0, 1), slice(16, 17), slice(0, 17))  # of a call
 _INPUT_ELEMS = 16_384  # elements of a token, above which not all dtypes are checked
+_QUANTS: tuple[Quant, ...] = (
+    *(allnorm.Fp8PerToken(), allnorm.Fp8PerGroup(64), allnorm.MxFp8()),
+    allnorm.Fp8PerGroup(32, scale_format="ue8m0_packed"),
+)
 # Values that make products and sums zero, denormal, infinite or NaN.
 _VALUES = (-0.0, 1e-40, 3e38, float("inf"), float("nan"))
 
@@ -80,7 +85,10 @@ def _inputs(
 
 
 def stream_input(context: Context, recorder: Recorder) -> None:
-    """Checks hyper_connection_input on every rank, with ordinary and special values."""
+    """Checks hyper_connection_input on every rank, with ordinary and special values.
+
+    The normed rows are also quantized, in one of the formats.
+    """
     for streams, size in itertools.product(_STREAMS, _INPUT_SIZES):
         kinds = [*((kind, kind) for kind in DTYPES.values()), (torch.float32, torch.bfloat16)]
         if streams * size > _INPUT_ELEMS:
@@ -93,6 +101,7 @@ def stream_input(context: Context, recorder: Recorder) -> None:
                 "numerics": context.rng.choice(NUMERICS),
             }
             wanted = _parts(reference.hyper_connection_input(given, projection, weight, **options))
+            quant = context.rng.choice(_QUANTS if size % 64 == 0 else _QUANTS[:1])
             for rows in _INPUT_ROWS:
                 got = allnorm.hyper_connection_input(given[rows], projection, weight, **options)
                 text = f"tokens {rows.start}..{rows.stop} of {_INPUT_TOKENS}x{streams}x{size}, "
@@ -100,6 +109,8 @@ def stream_input(context: Context, recorder: Recorder) -> None:
                 parts = [part[rows] for part in wanted]
                 names = ("normed", "post", "mix")
                 recorder.compare(text, _parts(got), parts, names, digest=False)
+                narrow = allnorm.quantize(parts[0], quant), reference.quantize(parts[0], quant)
+                recorder.compare(f"{quant} of {text}", *narrow, ("quantized", "scale"), False)
 
 
 def _parts(result: tuple[torch.Tensor, allnorm.HyperConnection]) -> list[torch.Tensor]:

@@ -104,6 +104,8 @@ FAULTS = (
     _races("cluster_does_not_join"),
     _races("scales_sent_before_staged"),
     _races("greatest_read_early", test="cuda_local_test"),
+    _races("greatest_of_x_read_early", test="cuda_local_test"),
+    _races("greatest_overwritten", test="cuda_local_test"),
     _wrong("maxima_of_parts_read_early", test="cuda_wide_test"),
     # Sums of squares.
     _wrong("sums_sent_after_failure", "rank 1 has results", test="cuda_slices_test"),
