@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import math
 import os
 import pathlib
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +53,28 @@ def _keep_compiled(folder: str) -> None:
         return
     os.environ["COMPILED_IN_TESTS"] = folder
     os.environ["CXX"] = str(pathlib.Path(__file__).parent / "cached_compiler" / "g++")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks all but an n-th of the variants of each test with the marker `sampled(n)` as `long`.
+
+    The choice is random, but the same in every run, as it depends only on the test and on the
+    number of its variants. Variants for GPUs, and those that are `long` anyway, do not count.
+    """
+    variants: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        others = item.get_closest_marker("gpu") or item.get_closest_marker("long")
+        if item.get_closest_marker("sampled") and others is None:
+            variants[item.nodeid.partition("[")[0]].append(item)
+    for name, found in variants.items():
+        marker = found[0].get_closest_marker("sampled")
+        assert marker is not None
+        count = math.ceil(len(found) / marker.args[0])
+        chosen = random.Random(name).sample(range(len(found)), count)
+        for number, item in enumerate(found):
+            if number not in chosen:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -38,6 +38,7 @@ def generate(rank: int, world_size: int, name: str) -> tuple[Tensor, list[Tensor
     return trace.tokens, trace.logits
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_generate_the_tokens_of_one_rank(name: str) -> None:
     alone_tokens, alone = run_ranks(generate, 1, args=(name,))[0]

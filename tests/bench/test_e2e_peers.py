@@ -39,6 +39,7 @@ def with_failing(rank: int, world_size: int, what: Job) -> Any:
     return with_fakes(rank, world_size, what)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "arms"),
     [("tiny", PEER_ARMS), ("tiny-moe", PEER_ARMS), ("tiny-gemma", ("sglang+local", "vllm+local"))],

@@ -55,6 +55,7 @@ def idle(name: str, **changes: Any) -> arms.Arm:
     return dataclasses.replace(arm, **changes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize(
     ("world_size", "quants", "return_normed"),
@@ -87,6 +88,7 @@ def test_every_arm_is_right(
         assert math.isnan(record["p50_us"]) == cannot
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numerics", ["rounded", "vllm"])
 def test_every_arm_is_right_with_post_norms_and_experts(numerics: str) -> None:
     """Runs every arm and yardstick, including calls in two launches."""

@@ -44,6 +44,7 @@ def test_bench(tmp_path: Path) -> None:
         assert {"cpu", "backend", "dtype", "commit", "versions", "command", "date"} <= row.keys()
 
 
+@pytest.mark.long
 def test_bench_in_a_chain_and_after_a_gemm(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     common = ("bench", "--tp", "2", "--device", "cpu", "--shapes", "2x256", "--arms", "allnorm")
@@ -65,6 +66,7 @@ def test_bench_in_a_chain_and_after_a_gemm(tmp_path: Path) -> None:
     assert "3 of 3 rows are in rows.jsonl" in again.stdout, again.stdout + again.stderr
 
 
+@pytest.mark.long
 def test_bench_of_layers(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     common = ("bench", "--layers", "tiny", "--tp", "2", "--device", "cpu", "--tokens", "1,3")

@@ -39,6 +39,7 @@ def has_ranks(process: int) -> bool:
     return any(map(children, children(process)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pause", [0.0, 0.3])
 @pytest.mark.parametrize("begun", [imports_torch, starts_ranks, has_ranks])
 def test_ctrl_c_at_any_moment(begun: Callable[[int], bool], pause: float) -> None:

@@ -111,6 +111,7 @@ def calls(code: list[str]) -> tuple[int, int]:
     return fused, plain
 
 
+@pytest.mark.sampled(3)
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("how", ["dist", "functional", "allnorm"])
 def test_end_to_end(rank: int, world_size: int, how: str) -> None:

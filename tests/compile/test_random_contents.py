@@ -285,6 +285,7 @@ def check_run(
     compare(got, want, 0.05, 0.95, what)
 
 
+@pytest.mark.long
 @on(cpu=(2,))
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 15), pytest.param(15, 85, marks=pytest.mark.long)]

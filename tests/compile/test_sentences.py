@@ -129,6 +129,7 @@ def sentences() -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @on(cpu=(1,))
 def test_every_sentence(pool: RankPool) -> None:
     (texts,) = pool.run(all_texts)

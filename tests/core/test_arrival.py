@@ -96,6 +96,7 @@ def run_ranks(functions: list[Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("threads_are_ranks")
 @pytest.mark.parametrize("seed", range(12))
 def test_ranks_meet_in_spite_of_entries_of_earlier_ranks(seed: int) -> None:

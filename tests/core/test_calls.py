@@ -66,6 +66,7 @@ def corners() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("pool", "name"), corners(), indirect=["pool"])
 def test_corner(pool: RankPool, name: str) -> None:
     ran = pool.run(check_corner, name)
@@ -98,12 +99,14 @@ def check_random(rank: int, world_size: int, count: int, seed: int, islands: Any
     assert c.check() is None
 
 
+@pytest.mark.sampled(2)
 @on(cpu=range(1, 9), gpu=range(1, 9))
 def test_random_calls(pool: RankPool) -> None:
     count = 1500 if pool.device == "cuda" else 600 if pool.world_size in (2, 3) else 150
     pool.run(check_random, count, pool.world_size, None)
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(4,), gpu=(4,))
 @pytest.mark.parametrize("islands", [PAIRS, ((0, 3), (1, 2))], ids=str)
 def test_random_calls_over_islands(pool: RankPool, islands: Any) -> None:
@@ -140,6 +143,7 @@ ALONE += [Case((37, 576), quant=quant) for quant in (None, *QUANTS)]
 ALONE += [Case((37, 2304), **change) for change in CHANGES]
 
 
+@pytest.mark.sampled(3)
 @on(cpu=(2, 3), gpu=range(2, 9))
 @pytest.mark.parametrize("case", ALONE, ids=str)
 def test_a_row_alone_equals_the_row_in_a_batch(rank: int, world_size: int, case: Case) -> None:

@@ -270,6 +270,7 @@ def assert_compared(field: str, found: list[list[str | None]]) -> None:
             assert f" of {len(found)}x{2 * channel.WORDS} " not in text, "names the channel's call"
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2,))
 @pytest.mark.parametrize("field", TOGGLES)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
@@ -282,6 +283,7 @@ def test_a_field_changed_by_one_rank(
     assert_compared(field, pool.run(diverge, field, algorithm, sharded, "auto"))
 
 
+@pytest.mark.sampled(4)
 @on(cpu=(2, 4))
 @pytest.mark.parametrize("field", TOGGLES)
 @pytest.mark.parametrize(

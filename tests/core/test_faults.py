@@ -70,6 +70,7 @@ def assert_poisoned(c: allnorm.Communicator, case: Case) -> None:
     c.close()
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2, 3), gpu=(2, 4))
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "unfused"])
 def test_a_peer_that_never_comes(rank: int, world_size: int, algorithm: str) -> None:
@@ -95,6 +96,7 @@ def test_a_peer_that_never_comes(rank: int, world_size: int, algorithm: str) -> 
     assert all(peer != survivor for survivor, peer in enumerate(survivors))
 
 
+@pytest.mark.sampled(3)
 @on(cpu=(2, 3), gpu=(2,))
 @pytest.mark.parametrize(
     ("algorithm", "sharded"),
@@ -218,6 +220,7 @@ VALUES: dict[str, tuple[str, dict[str, object], str, str]] = {
 HASHED = frozenset(list(VALUES)[:6])
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("what", VALUES)
 def test_errors_name_the_values_that_differ(rank: int, world_size: int, what: str) -> None:
@@ -311,6 +314,7 @@ UNFUSED_DIVERGENCES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2, 3))
 @pytest.mark.parametrize("what", UNFUSED_DIVERGENCES)
 def test_a_diverging_unfused_call_fails_on_every_rank(
@@ -367,6 +371,7 @@ def test_a_different_unfused_operation(rank: int, world_size: int) -> None:
             call()
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2, 3), gpu=(2,))
 def test_unfused_calls_between_machines(rank: int, world_size: int) -> None:
     """Checks that ranks on different machines announce their calls through the store."""

@@ -61,6 +61,7 @@ def check_parts(
     return pieces, starts.call_count
 
 
+@pytest.mark.sampled(3)
 @on(cpu=(4, 6), gpu=(4,))
 @pytest.mark.parametrize("dtype", **dtype_ids)
 @pytest.mark.parametrize("sum_bytes", [64 << 20, 64 << 10], ids=["whole", "pieces"])

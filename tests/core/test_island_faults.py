@@ -108,6 +108,7 @@ def test_a_killed_rank_is_named_by_all(rank: int, world_size: int, far: bool) ->
     check_afterwards(c)
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(4,))
 @one_or_two_machines
 def test_a_late_rank_is_named_by_all(rank: int, world_size: int, far: bool) -> None:
@@ -164,6 +165,7 @@ def stops_within_waits(
         c.close()
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(6,))
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize(
@@ -181,6 +183,7 @@ def test_a_rank_that_stops_within_any_wait_is_named_by_all(
     stops_within_waits(rank, victim, islands, algorithm)
 
 
+@pytest.mark.long
 @on(cpu=(4,))
 @pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_a_rank_that_stops_within_any_wait_is_named_by_two_machines(
@@ -211,6 +214,7 @@ def test_a_different_call_is_refused_by_all(rank: int, world_size: int, far: boo
     c.close()
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(4,), may_die=[3])
 @one_or_two_machines
 @pytest.mark.parametrize("how", ["ends", "stands_still"])
@@ -251,6 +255,7 @@ class StartsSlowly(threading.Thread):
         time.sleep(0.3)
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(4,))
 @pytest.mark.parametrize("whom", [1, 2], ids=["between", "inside"])
 def test_an_interrupt_during_a_call_ends_it_for_all(rank: int, world_size: int, whom: int) -> None:

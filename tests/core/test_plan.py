@@ -96,6 +96,7 @@ def ran(c: allnorm.Communicator, case: Case) -> tuple[str, int] | Exception:
     return name, len(pieces) if name == "hierarchical" else number
 
 
+@pytest.mark.sampled(3)
 @on(cpu=(2, 3, 4))
 @pytest.mark.parametrize("workspace_bytes", [64 << 10, 4 << 20], ids=["64 KiB", "4 MiB"])
 @pytest.mark.parametrize("over_islands", [False, True], ids=["one island", "islands"])

@@ -182,6 +182,7 @@ def assert_alike(islands: Any, steps: list[list[tuple[Any, ...]]], what: object)
         assert all(own == exchanges[0] for own in exchanges), what
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ISLANDS)
 def test_ranks_of_islands_take_the_same_steps(name: str, backend: str) -> None:
@@ -216,6 +217,7 @@ def test_ranks_gather_the_same_unfused(name: str) -> None:
     assert most > 3, "no threshold was crossed"
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(6,))
 @pytest.mark.parametrize("name", ["3x2", "2x3", "one island"])
 def test_results_around_every_threshold(rank: int, world_size: int, name: str) -> None:

@@ -59,6 +59,7 @@ def test_a_repeated_question_is_a_new_one() -> None:
     assert set(group.ask({0: Answer("other"), 1: DONE}, "another").values()) != {""}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_ranks_never_act_on_different_verdicts(seed: int) -> None:
     """Each rank has some fused graphs in its cache, and may fail to fuse others."""
@@ -190,6 +191,7 @@ def test_silent_ranks_that_may_run_fused_code() -> None:
     assert set(settled(group, both).values()) == {""}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(60))
 def test_ranks_settle_alike(seed: int) -> None:
     """Ranks compile different graphs, in any order and at any time."""

@@ -81,6 +81,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     assert distance <= 2, f"{distance} ulps from the stock model"
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2,))
 @pytest.mark.parametrize("family", models.FAMILIES)
 @torch.no_grad()
@@ -155,6 +156,7 @@ def test_bias(rank: int, world_size: int, tmp_path: pathlib.Path, family: str) -
         assert_same_bits(got.logits, want, "with biases")
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2,))
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
 @torch.no_grad()
@@ -188,6 +190,7 @@ VARIANTS_OF_GEMMA4: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2,))
 @pytest.mark.parametrize("variant", VARIANTS_OF_GEMMA4)
 @torch.no_grad()

@@ -275,6 +275,7 @@ def compare_scenarios(rank: int, folder: pathlib.Path, kind: str, seeds: Iterabl
                 check_counts(rank, before, counts(model), hooks, mode)
 
 
+@pytest.mark.sampled(3)
 @on(cpu=(2,))
 @pytest.mark.parametrize("kind", ["llama", "biased", "gemma2"])
 def test_random_hooks(rank: int, world_size: int, tmp_path: pathlib.Path, kind: str) -> None:

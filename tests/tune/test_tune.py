@@ -153,6 +153,7 @@ def stored(folder: pathlib.Path, curves: tuning.Curves) -> pathlib.Path:
     return path
 
 
+@pytest.mark.long
 def test_a_slow_table_is_corrected(tmp_path: pathlib.Path) -> None:
     """Runs the command as a user does; new communicators use the stored table."""
     forced = {

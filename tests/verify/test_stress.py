@@ -41,6 +41,7 @@ def run(check: Callable[[Context, Recorder], None], **options: Any) -> Result:
         return recorder.finish()
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2, 3), gpu=(2, 4))
 def test_the_soak_passes(rank: int, world_size: int) -> None:
     found = run(soak.soak, stress=4 * soak.BURST)
@@ -50,6 +51,7 @@ def test_the_soak_passes(rank: int, world_size: int) -> None:
     assert found["elements"] > 1e6
 
 
+@pytest.mark.long
 @on(cpu=(4,), gpu=(4,))
 @pytest.mark.parametrize("island_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_soaks_pass_over_islands(rank: int, world_size: int, island_size: int) -> None:
@@ -89,6 +91,7 @@ def never_written(results: dict[str, torch.Tensor], _: list[Any]) -> Any:
 CORRUPTIONS = (one_bit, one_call_earlier, never_written)
 
 
+@pytest.mark.sampled(3)
 @on(cpu=(2,))
 @pytest.mark.parametrize("where", ["soak", "repeat"])
 @pytest.mark.parametrize("index", range(len(CORRUPTIONS)))
@@ -137,6 +140,7 @@ def calls_made(rank: int, world_size: int, seed: int) -> list[str]:
     return made
 
 
+@pytest.mark.long
 @on(cpu=(2,))
 def test_a_seed_repeats_a_soak(pool: RankPool) -> None:
     first, again, other = (pool.run(calls_made, seed) for seed in (11, 11, 12))
@@ -303,6 +307,7 @@ def test_a_tape_is_the_reference_of_its_rows(dtype: torch.dtype) -> None:
 # ---- multiple threads ----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @on(cpu=(2, 3, 4))
 def test_the_soak_of_threads_passes(rank: int, world_size: int) -> None:
     found = run(threads.threads, stress=0, threads=1.0)

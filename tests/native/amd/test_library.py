@@ -143,6 +143,7 @@ def lines_of(runtime: pathlib.Path, library: pathlib.Path, capability: int) -> l
     return done.stdout.decode().splitlines()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capability", [94, 95])
 def test_host_code_loads_beside_the_runtime_of_the_process(
     runtime: pathlib.Path, host_code: pathlib.Path, capability: int

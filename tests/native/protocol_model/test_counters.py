@@ -45,6 +45,7 @@ def explored(exchange: Exchange, setting: Setting) -> int:
     return states
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first_op", FIRST_OPS)
 @pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
 def test_every_rank_ends_correctly(exchange: Exchange, transport: str, first_op: int) -> None:
@@ -67,6 +68,7 @@ def test_three_ranks(exchange: Exchange, transport: str) -> None:
     assert explored(exchange, Setting(3, 2, transport=transport, eager=True)) > 500
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("large", [(), (0, 1, 2)])
 @pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
 def test_deadlines_and_a_death_at_any_point(
@@ -82,6 +84,7 @@ def late_peer(of: str, then: str, shift: int, **others: Any) -> Setting:
     return Setting(2, 5, transport=kinds, shift=shifts, deadlines=True, eager=True, **others)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize(("of", "then"), PAIRS)
 def test_a_late_peer_accepts_no_later_data(
@@ -150,6 +153,7 @@ def test_a_store_after_a_failure_is_found(name: str) -> None:
     assert "took Word" in problem
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COUNTER_MUTANTS)
 def test_a_defect_is_found(name: str) -> None:
     half_units, setting = 2, Setting(2, 6)

@@ -28,6 +28,7 @@ def problem(pull: Pull, calls: tuple[str, ...], world_size: int = 2) -> list[str
 FOUR = pytest.param(4, marks=(pytest.mark.long, pytest.mark.timeout(1800)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [2, 3, FOUR])
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 def test_nothing_goes_wrong(calls: tuple[str, ...], world_size: int) -> None:

@@ -58,6 +58,7 @@ TRANSPORTS = ("one_shot", "two_shot", "owned_rows", "owned_quantized")
 LONG = (pytest.mark.long, pytest.mark.timeout(1800))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("world_size", "operations"),
@@ -84,6 +85,7 @@ def test_halves_of_several_operations(exchange: Exchange) -> None:
 LARGE = ((0, 1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 2, 4), (1, 2, 3, 4))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("large", LARGE, ids=str)
 @pytest.mark.parametrize(
     ("world_size", "operations", "transport"),
@@ -127,6 +129,7 @@ DEFECTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_is_found(name: str) -> None:
     setting, defect = DEFECTS[name]
@@ -140,6 +143,7 @@ def test_a_defect_is_found(name: str) -> None:
 NEEDED = {(DATA, HAND_BACK), (HAND_BACK, DATA)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kinds", BOUNDARIES, ids=" to ".join)
 def test_boundaries(exchange: Exchange, kinds: tuple[str, str]) -> None:
     # With six operations, the last one reuses the slots of a half's last operation. Slots are

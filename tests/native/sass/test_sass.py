@@ -71,6 +71,7 @@ def compiler() -> None:
         pytest.skip("nvcc is not on this machine")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("source", mutants.SOURCES)
 def test_no_complaints_without_a_defect(
@@ -97,6 +98,7 @@ def marks_of(mutant: mutants.Mutant) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow if mutant in FIRST_OF_RULE else pytest.mark.long]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "mutant", [pytest.param(m, id=m.name, marks=marks_of(m)) for m in mutants.MUTANTS]
 )

@@ -63,6 +63,7 @@ class Bench:
 BACK = "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("size", WORDS)
 def test_loads(space: str, size: str) -> None:
