@@ -29,8 +29,8 @@ def run() -> dict[str, Any]:
 def test_the_next_input_is_right(rank: int, world_size: int) -> None:
     found = run()
     assert found["failures"] == 0, found["details"]
-    # Four ranges of tokens, for four pairs of dtypes at seven sizes and for one at the largest. Each
-    # is quantized too.
+    # Four ranges of tokens, for four pairs of dtypes at seven sizes and for one at the largest.
+    # Each is quantized too.
     assert found["cases"] == 2 * 4 * (7 * 4 + 1)
 
 
