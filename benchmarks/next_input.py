@@ -5,9 +5,10 @@
 A graph has one call per layer, each with its own projection and streams, so the L2 cache holds no
 projection when a call begins. FlashInfer's kernel makes everything between the projection and the
 norm; in its arm the projection is PyTorch's GEMM with TF32, and the norm FlashInfer's own kernel.
-SGLang's arm has its Triton kernels and PyTorch's norm, without DeepGEMM and TileLang. Every arm's
-results are compared with the reference before it is timed: allnorm's bit for bit, the others within
-a tolerance.
+SGLang's arm has its Triton kernels and PyTorch's norm, without DeepGEMM and TileLang. The arm
+allnorm+fp8 also quantizes the input, in groups of 128, by a second launch. Every arm's results are
+compared with the reference before it is timed: allnorm's bit for bit, the others within a
+tolerance.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def plain(streams: torch.Tensor, projection: Any, weight: torch.Tensor) -> Any:
 
 def fused(streams: torch.Tensor, projection: Any, weight: torch.Tensor) -> Any:
     return allnorm.hyper_connection_input(streams, projection, weight, 1e-6)
+
+
+def quantized(streams: torch.Tensor, projection: Any, weight: torch.Tensor) -> Any:
+    normed, connection = fused(streams, projection, weight)
+    return normed, connection, *allnorm.quantize(normed)
 
 
 def of_flashinfer() -> Callable[..., Any] | None:
@@ -122,9 +128,10 @@ def check(call: Callable[..., Any], layer: Layer, exact: bool) -> None:
     """Raises unless the results are right."""
     streams, projection, weight = layer
     part = streams[:64]
-    normed, connection = call(streams, projection, weight)
+    normed, connection, *narrow = call(streams, projection, weight)
     wanted, other = reference.hyper_connection_input(part, projection, weight, 1e-6)
-    for got, want in ((normed[:64], wanted), *zip(connection, other, strict=True)):
+    expected = (wanted, *other, *(reference.quantize(wanted) if narrow else ()))
+    for got, want in zip((normed, *connection, *narrow), expected, strict=True):
         if exact and not same_bits(got[:64], want):
             raise AssertionError("the results differ from the reference")
         torch.testing.assert_close(got[:64].float(), want.float(), atol=5e-2, rtol=2e-2)
@@ -161,7 +168,7 @@ def main() -> None:
         lines, rows = [], []
         for tokens in TOKENS:
             torch.compiler.reset()  # or it stops compiling after eight shapes
-            arms = {"allnorm": fused, "torch": plain}
+            arms = {"allnorm": fused, "allnorm+fp8": quantized, "torch": plain}
             arms["torch.compile"] = torch.compile(plain, dynamic=False)
             arms |= peers
             layers, cells = make_layers(tokens, width), [str(tokens)]
@@ -170,7 +177,7 @@ def main() -> None:
             for name in peers:
                 known["versions"][name] = importlib.metadata.version(packages[name])
             for name, call in arms.items():
-                check(call, layers[0], exact=name == "allnorm")
+                check(call, layers[0], exact=name.startswith("allnorm"))
                 times = time_of(call, layers)
                 p50, p90 = statistics.median(times), times[int(0.9 * len(times))]
                 cells.append(f"{p50:.2f} ({p90:.2f})")
