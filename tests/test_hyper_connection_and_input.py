@@ -66,6 +66,7 @@ class Inputs:
         assert_equal((normed, connection), wanted, what)
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(1, 2, 3), gpu=(1, 2, 4, 8))
 def test_results(rank: int, world_size: int) -> None:
     c = comm()

@@ -270,6 +270,7 @@ def block(c: allnorm.Communicator, static: torch.Tensor) -> Any:
     return run
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2,), gpu=(2,))
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compile_fullgraph(rank: int, world_size: int, backend: str) -> None:

@@ -542,6 +542,7 @@ MANY_ROWS = (
 )
 
 
+@pytest.mark.long
 @on(cpu=(2,), gpu=(2, 4))
 def test_any_limit_of_blocks(rank: int, world_size: int, tmp_path: pathlib.Path) -> None:
     """The caller can also limit the number of blocks. The smaller limit applies."""

@@ -196,6 +196,7 @@ inline AllnormCall call_of(Operation& op, int rank) {
     call.out = op.out[r].data();
     call.out_stride = op.out[r].stride;
   }
+  if (is_quantized(call)) op.quantized[r].attach(call);
   if (!is_norm(call)) return call;
   call.residual_out = op.residual_out[r].data();
   call.residual_out_stride = op.residual_out[r].stride;
@@ -211,7 +212,6 @@ inline AllnormCall call_of(Operation& op, int rank) {
     call.residual = &op.residual->bytes[op.residual->at(first, 0)];
     call.residual_stride = op.residual->stride;
   }
-  if (is_quantized(call)) op.quantized[r].attach(call);
   return call;
 }
 

@@ -11,14 +11,35 @@ namespace {
 
 using namespace testing;  // NOLINT: a test
 
-// Runs a local call on a simulated GPU. `x`: the rows of all sources, one source below the other.
+// `alone`: rows are only quantized.
 template <class T, KernelKind kKind>
-void run_kernel(const AllnormCall& call, const Matrix& x, int sources, Random& random,
-                uint64_t seed) {
-  const int64_t row_bytes = x.stride * testing::element_bytes(call.dtype);
+void run_local(const AllnormCall& of, uint64_t seed, bool alone = false) {
+  Random random(seed);
+  // Only a single source may be a sum of experts.
+  const auto sources =
+      alone || random.below(2) == 0 ? 1 : static_cast<int>(1 + random.below(kPushMaxWorldSize));
+  AllnormCall call = of;
+  call.flags = 0;
+  call.dtype = kDtypeOf<T>;
+  const bool sums_alone = random.below(6) == 0 && of.quant == ALLNORM_QUANT_NONE;
+  call.op = alone ? ALLNORM_QUANTIZE : sums_alone ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
+  call.num_tokens = 1 + random.below(6);
+  random_arithmetic(call, random);
+  if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
+  if (random.below(2) == 0) call.flags |= of.flags;
+  Operation op = make_operation(sources, random, call, !alone && random.below(2) == 0);
+  if (sources == 1 && !alone) random_experts(op, random, kKind == KernelKind::kLocalAny ? 1 : 8, 1);
+  // One matrix that holds all sources, one below the other.
+  Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
+  for (int64_t row = 0; row < stacked.rows; ++row) {
+    const Matrix& x = op.x[static_cast<size_t>(row / call.num_tokens)];
+    set_row(stacked, row, row_of(x, row % call.num_tokens));
+  }
+  call = call_of(op, 0);
+  const int64_t row_bytes = call.hidden_size * testing::element_bytes(call.dtype);
   const int64_t packs = (call.hidden_size + kElemsPerPack<T> - 1) / kElemsPerPack<T>;
   const LocalParams params = {
-      .x = sums_experts(call) ? allnorm::Rows{} : rows_from(x.bytes.data(), row_bytes, 0),
+      .x = sums_experts(call) ? allnorm::Rows{} : rows_from(stacked.data(), row_bytes, 0),
       .epilogue = epilogue_params(call, 0, 0, quant_params(call, 0, call.num_tokens, true)),
       .source_stride_bytes = call.num_tokens * row_bytes,
       .num_tokens = call.num_tokens,
@@ -45,59 +66,7 @@ void run_kernel(const AllnormCall& call, const Matrix& x, int sources, Random& r
                        .kernel = kernel});
   }
   check(machine.run(1'000'000), "the local kernel does not end");
-}
-
-template <class T, KernelKind kKind>
-void run_local(const AllnormCall& of, uint64_t seed) {
-  Random random(seed);
-  // Only a single source may be a sum of experts.
-  const auto sources =
-      random.below(2) == 0 ? 1 : static_cast<int>(1 + random.below(kPushMaxWorldSize));
-  AllnormCall call = of;
-  call.flags = 0;
-  call.dtype = kDtypeOf<T>;
-  const bool sums_alone = random.below(6) == 0 && of.quant == ALLNORM_QUANT_NONE;
-  call.op = sums_alone ? ALLNORM_ALL_REDUCE : ALLNORM_ADD_RMS_NORM;
-  call.num_tokens = 1 + random.below(6);
-  random_arithmetic(call, random);
-  if (call.quant != ALLNORM_QUANT_NONE) call.flags &= ~ALLNORM_NO_NORM;
-  if (random.below(2) == 0) call.flags |= of.flags;
-  Operation op = make_operation(sources, random, call, random.below(2) == 0);
-  if (sources == 1) random_experts(op, random, kKind == KernelKind::kLocalAny ? 1 : 8, 1);
-  // One matrix that holds all sources, one below the other.
-  Matrix stacked(call.dtype, call.num_tokens * sources, call.hidden_size);
-  for (int64_t row = 0; row < stacked.rows; ++row) {
-    const Matrix& x = op.x[static_cast<size_t>(row / call.num_tokens)];
-    set_row(stacked, row, row_of(x, row % call.num_tokens));
-  }
-  run_kernel<T, kKind>(call_of(op, 0), stacked, sources, random, seed);
   compare(op, 0, -1);
-}
-
-// Quantizes rows of x themselves.
-template <class T, KernelKind kKind>
-void run_quantize(const AllnormCall& of, uint64_t seed) {
-  if (of.quant == ALLNORM_QUANT_NONE) return;
-  Random random(seed);
-  AllnormCall call = of;
-  call.op = ALLNORM_QUANTIZE;
-  call.dtype = kDtypeOf<T>;
-  call.num_tokens = 1 + random.below(6);
-  Matrix x(call.dtype, call.num_tokens, call.hidden_size, 24);
-  fill(x, random);
-  call.x = x.data();
-  call.x_stride = x.stride;
-  call.num_sources = 1;
-  QuantMemory quant(call, static_cast<int>(random.below(QuantMemory::kNumLayouts)), 0,
-                    random_given_scale(random));
-  run_kernel<T, kKind>(call, x, 1, random, seed);
-  for (int64_t row = 0; row < call.num_tokens; ++row) {
-    const ExpectedQuant expected = reference_quantize(call, row_of(x, row));
-    const int64_t wrong = quant.count_wrong(call, row, expected, Allowed::kRight);
-    check(wrong == 0, "seed %llu: %lld wrong elements or scales in row %lld of quant %d",
-          static_cast<unsigned long long>(seed), static_cast<long long>(wrong),
-          static_cast<long long>(row), call.quant);
-  }
 }
 
 template <class T, KernelKind kKind>
@@ -105,7 +74,8 @@ void test_local(int64_t hidden_size, uint64_t seed) {
   AllnormCall call = {};
   const auto run = [&](uint64_t number) {
     run_local<T, kKind>(call, number);
-    if constexpr (kKind != KernelKind::kLocalRows) run_quantize<T, kKind>(call, number);
+    const bool can_quantize = kKind != KernelKind::kLocalRows && call.quant != ALLNORM_QUANT_NONE;
+    if (can_quantize) run_local<T, kKind>(call, number, true);
   };
   call.hidden_size = hidden_size;
   run(seed);

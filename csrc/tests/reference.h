@@ -162,6 +162,7 @@ inline Expected reference_row(const AllnormCall& call,
   const size_t pack = call.dtype == ALLNORM_FLOAT32 ? 4 : 8;
   const bool wide = (call.flags & ALLNORM_FLOAT32_RESIDUAL) != 0;
   const int residual_dtype = wide ? static_cast<int>(ALLNORM_FLOAT32) : call.dtype;
+  const bool only_sums = call.op == ALLNORM_ALL_REDUCE || call.op == ALLNORM_QUANTIZE;
   Expected expected = {std::vector<uint32_t>(hidden), std::vector<uint32_t>(hidden)};
   std::vector<float> z(hidden);
   std::vector<uint32_t> sums(hidden);
@@ -176,12 +177,12 @@ inline Expected reference_row(const AllnormCall& call,
     float s = to_float(call.dtype, reduced);
     if (!residual.empty()) s = s + to_float(residual_dtype, residual[i]);
     const uint32_t rounded = round_bits(residual_dtype, s);
-    if (call.op == ALLNORM_ALL_REDUCE) expected.out[i] = reduced;
+    if (only_sums) expected.out[i] = reduced;
     expected.residual_out[i] = rounded;
     const bool unrounded = call.numerics == ALLNORM_UNROUNDED || call.numerics == ALLNORM_VLLM;
     z[i] = unrounded ? s : to_float(residual_dtype, rounded);
   }
-  if (call.op == ALLNORM_ALL_REDUCE) return expected;
+  if (only_sums) return expected;
 
   if ((call.flags & ALLNORM_NO_NORM) != 0) return expected;
   expected.out = reference_y(call, z, reference_rstd(z, pack, call.eps), weight, call.weight_dtype,

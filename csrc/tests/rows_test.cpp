@@ -77,10 +77,6 @@ void test_call(Random& random, int dtype, int64_t tokens, int64_t hidden_size) {
 
   Matrix want = result, want_sum = sum;
   for (int64_t row = 0; row < tokens; ++row) {
-    if (alone) {
-      quant.expect_row(call, row, reference_quantize(call, row_of(x, row)));
-      continue;
-    }
     std::vector<std::vector<uint32_t>> partials;
     if (experts.top_k != 0) partials.push_back(experts.partial(row));
     for (int r = 0; r < sources && experts.top_k == 0; ++r) {

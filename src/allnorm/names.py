@@ -22,7 +22,7 @@ COLLECTIVES = (
     "all_reduce_hyper_connection",
     "all_reduce_hyper_connection_input",
 )
-OPS = (*COLLECTIVES, "add_rms_norm", "add_rms_norm_quant")
+OPS = (*COLLECTIVES, "add_rms_norm", "add_rms_norm_quant", "quantize")
 
 DTYPES = ("float32", "float16", "bfloat16")
 NUMERICS = ("rounded", "unrounded", "transformers", "vllm")

@@ -466,6 +466,7 @@ for name, inputs in {
     MATCHES[name] = (summed(llama), Expected("transformers", inputs))
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2,))
 @pytest.mark.parametrize("name", MATCHES)
 def test_match(rank: int, world_size: int, name: str) -> None:

@@ -223,6 +223,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
     return [report]
 
 
+@pytest.mark.long
 @on(cpu=(2,))
 @pytest.mark.parametrize("first", [0, pytest.param(15, marks=pytest.mark.long)])
 def test_random_graphs(pool: RankPool, first: int) -> None:

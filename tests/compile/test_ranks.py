@@ -232,7 +232,7 @@ def test_other_processes(tmp_path: pathlib.Path, given: bool) -> None:
     assert run() == ([(0, 0), (0, 0)] if given else [(1, 1), (1, 1)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
 @pytest.mark.parametrize("looks", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_rank_reads_the_reduced_tensor_under_inductor(

@@ -534,6 +534,7 @@ def texts_of(report: Any) -> list[str]:
     return [text for site in report.sites for text in (site.reason, site.note) if text]
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(1,))
 @pytest.mark.parametrize("reason", CASES)
 def test_case(rank: int, world_size: int, reason: str) -> None:

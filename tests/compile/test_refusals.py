@@ -202,6 +202,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(1,))
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refusal(rank: int, world_size: int, reason: str) -> None:

@@ -342,6 +342,7 @@ def nearly(fn: Callable[..., Any], ranks: int) -> GraphModule:
     return symbolic_trace(lambda q, k, qw, kw: fn((q, k, qw, kw), ranks))
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(1,))
 @pytest.mark.parametrize("reason", NEARLY)
 def test_missed(rank: int, world_size: int, reason: str) -> None:

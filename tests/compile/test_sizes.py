@@ -108,6 +108,7 @@ def test_sizes(rank: int, world_size: int, name: str, tokens: int) -> None:
     assert name not in ALWAYS or not (refused or checked), str(module.graph)
 
 
+@pytest.mark.sampled(2)
 @on(cpu=(2,))
 @pytest.mark.parametrize("seed", [71999873758, 71999873776])
 def test_programs(rank: int, world_size: int, seed: int) -> None:

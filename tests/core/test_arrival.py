@@ -432,6 +432,7 @@ def test_ranks_of_two_users(workers: worlds.Workers, islands: Any) -> None:
 # ---- Random worlds -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_worlds_come_and_go() -> None:
     print(worlds.random_worlds(seed=1, seconds=15))
 

@@ -66,7 +66,7 @@ def corners() -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("pool", "name"), corners(), indirect=["pool"])
 def test_corner(pool: RankPool, name: str) -> None:
     ran = pool.run(check_corner, name)
@@ -99,7 +99,7 @@ def check_random(rank: int, world_size: int, count: int, seed: int, islands: Any
     assert c.check() is None
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @on(cpu=range(1, 9), gpu=range(1, 9))
 def test_random_calls(pool: RankPool) -> None:
     count = 1500 if pool.device == "cuda" else 600 if pool.world_size in (2, 3) else 150

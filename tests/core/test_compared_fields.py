@@ -283,7 +283,7 @@ def test_a_field_changed_by_one_rank(
     assert_compared(field, pool.run(diverge, field, algorithm, sharded, "auto"))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @on(cpu=(2, 4))
 @pytest.mark.parametrize("field", TOGGLES)
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_peer_that_never_comes(rank: int, world_size: int, algorithm: str) -> 
     assert all(peer != survivor for survivor, peer in enumerate(survivors))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @on(cpu=(2, 3), gpu=(2,))
 @pytest.mark.parametrize(
     ("algorithm", "sharded"),

@@ -68,6 +68,7 @@ def test_the_command_is_in_the_docstring(name: str) -> None:
     assert f"\n    {command}\n" in (EXAMPLES / f"{name}.py").read_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RANKS)
 def test_program_is_right(name: str, tmp_path: pathlib.Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS[name]}"]

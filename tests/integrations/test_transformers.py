@@ -81,7 +81,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     assert distance <= 2, f"{distance} ulps from the stock model"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @on(cpu=(2,))
 @pytest.mark.parametrize("family", models.FAMILIES)
 @torch.no_grad()
@@ -381,6 +381,7 @@ def test_models_with_different_heads(
         assert len(rest) == 1, rest
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on(cpu=(4,))
 @torch.no_grad()

@@ -221,6 +221,7 @@ def test_output_is_compared() -> None:
     assert any(shown_after(block) for block in BLOCKS if is_program(block))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", programs())
 def test_programs_run(block: Block, tmp_path: pathlib.Path) -> None:
     (tmp_path / "example.py").write_text(block.text)

@@ -91,7 +91,7 @@ def never_written(results: dict[str, torch.Tensor], _: list[Any]) -> Any:
 CORRUPTIONS = (one_bit, one_call_earlier, never_written)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @on(cpu=(2,))
 @pytest.mark.parametrize("where", ["soak", "repeat"])
 @pytest.mark.parametrize("index", range(len(CORRUPTIONS)))

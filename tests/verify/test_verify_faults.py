@@ -24,7 +24,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "SLACK_SECONDS", 10.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize(
     ("words", "world_size", "island_size", "timeout_s"),

@@ -12,9 +12,9 @@ from .calls import MOST_INSTRUCTIONS, Call, Edit, Group, Outcome
 from .machine import Settings
 
 GFX942, GFX950 = "gfx942", "gfx950"
-ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED, HYPER_CONNECTION = range(
-    1, 6
-)  # AllnormOp
+# AllnormOp
+ADD_RMS_NORM, ALL_GATHER_ROWS, SUM_ROWS, RMS_NORM_SHARDED = range(1, 5)
+HYPER_CONNECTION, QUANTIZE = 5, 6
 STREAM_INPUT = -2  # no AllnormOp: see input_call.h
 ONE_SHOT, TWO_SHOT = 0, 1
 SHARDED = 2  # ALLNORM_RESIDUAL_SHARDED
@@ -256,7 +256,7 @@ def _inputs_for(variant: Variant, number: int) -> Call:
 def _local_calls_for(variant: Variant) -> tuple[Call, ...]:
     """Returns calls of one rank for a local kernel that norms rows."""
     widths = {"local_rows": (512, 1440), "local_aligned": (512, 7168), "local_any": (7, 2875)}
-    return tuple(
+    norms = tuple(
         Call(
             1 + k,
             hidden,
@@ -274,6 +274,24 @@ def _local_calls_for(variant: Variant) -> tuple[Call, ...]:
             for sources in (1, 2, 5)
         )
     )
+    if not variant.quantized or variant.kind == "local_rows":
+        return norms
+    # Only local kernels for any width quantize rows alone.
+    alone = tuple(
+        Call(
+            2 + number,
+            hidden,
+            op=QUANTIZE,
+            dtype=variant.dtype,
+            dense=True,
+            values=("mixed", "nasty")[number],
+            quant=NVFP4 if variant.extended and hidden % 16 == 0 else PER_TOKEN,
+            normed=False,
+            sources=1,
+        )
+        for number, hidden in enumerate(widths[variant.kind])
+    )
+    return (*norms, *alone)
 
 
 def case_for(variant: Variant, cpu: str) -> Case:

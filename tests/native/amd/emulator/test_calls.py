@@ -21,7 +21,7 @@ CALLS = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in SHORT])
 def test_short_calls(case: Case) -> None:

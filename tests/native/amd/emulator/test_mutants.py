@@ -21,6 +21,7 @@ def edits() -> dict[str, list[mutants.Edit]]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REUSED, ids=lambda case: case.name)
 def test_nothing_is_noticed_without_a_defect(case: Case) -> None:
