@@ -62,19 +62,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The choice is random, but the same in every run, as it depends only on the test and on the
     number of its variants. Variants for GPUs, and those that are `long` anyway, do not count.
     """
-    variants: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    variants: dict[tuple[str, int], list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
+        marker = item.get_closest_marker("sampled")
         others = item.get_closest_marker("gpu") or item.get_closest_marker("long")
-        if item.get_closest_marker("sampled") and others is None:
-            variants[item.nodeid.partition("[")[0]].append(item)
-    for name, found in variants.items():
-        marker = found[0].get_closest_marker("sampled")
-        assert marker is not None
-        count = math.ceil(len(found) / marker.args[0])
-        chosen = random.Random(name).sample(range(len(found)), count)
-        for number, item in enumerate(found):
-            if number not in chosen:
-                item.add_marker(pytest.mark.long)
+        if marker is not None and others is None:
+            variants[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    for (name, n), found in variants.items():
+        left_out = len(found) - math.ceil(len(found) / n)
+        for item in random.Random(name).sample(found, left_out):
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

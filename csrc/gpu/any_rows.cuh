@@ -1,6 +1,6 @@
-// The local kernel for rows of any width and alignment: rows that do not fit into a cluster, or
-// cannot be loaded by packs. One block per row. Sums, arithmetic and formats are the same as in
-// local_rows.cuh, which handles all other rows.
+// The local kernel for rows of any width and alignment: rows that do not fit into a cluster, cannot
+// be loaded by packs, or are only quantized. One block per row. Sums, arithmetic and formats are
+// the same as in local_rows.cuh, which handles all other rows.
 #pragma once
 
 #include "gpu/features.h"

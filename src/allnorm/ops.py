@@ -41,7 +41,7 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
     name_at, rows_at = positions.get("comm_name"), positions.get("residual_rows", len(positions))
 
     hint_at = positions.get("prefetch", len(positions))
-    takes_lists = operator.takes_lists
+    takes_lists, only_quantizes = operator.takes_lists, len(operator.results) == 2
 
     def run(*arguments: Any) -> Any:
         if len(arguments) > hint_at and isinstance(arguments[hint_at], _Tensor):
@@ -60,12 +60,12 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
         if len(arguments) > rows_at and arguments[rows_at] is not None:
             _check_rows(results[operator.results.index("residual_out")], arguments[rows_at])
         if operator.is_quantized:
-            quantized, scale, *others = results
+            quantized, scale = results[0], results[1]
             if arguments[positions["quant_kind"]] == Fp8PerTensor.kind:
                 scale = scale.new_empty(0)  # an operator must not return an input
-            if not others:
+            if only_quantizes:
                 return quantized, scale
-            residual, normed = others
+            _, _, residual, normed = results
             return quantized, scale, residual, x.new_empty(0) if normed is None else normed
         if results.__class__ is tuple and results[0] is None:
             return x.new_empty(0), results[1]

@@ -225,7 +225,7 @@ def one(rank: int, seed: int) -> list[FusionReport] | None:
 
 @pytest.mark.long
 @on(cpu=(2,))
-@pytest.mark.parametrize("first", [0, pytest.param(15, marks=pytest.mark.long)])
+@pytest.mark.parametrize("first", [0, 15])
 def test_random_graphs(pool: RankPool, first: int) -> None:
     check_programs(pool, __name__, range(first, first + 15), fused=5, missed=5)
 

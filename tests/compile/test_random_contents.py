@@ -287,9 +287,7 @@ def check_run(
 
 @pytest.mark.long
 @on(cpu=(2,))
-@pytest.mark.parametrize(
-    ("first", "count"), [(0, 15), pytest.param(15, 85, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("first", "count"), [(0, 15), (15, 85)])
 def test_random_contents(pool: RankPool, first: int, count: int) -> None:
     check_programs(pool, __name__, range(first, first + count), fused=4, missed=4)
 

@@ -53,7 +53,7 @@ def test_the_soak_passes(rank: int, world_size: int) -> None:
 
 @pytest.mark.long
 @on(cpu=(4,), gpu=(4,))
-@pytest.mark.parametrize("island_size", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("island_size", [1, 2])
 def test_the_soaks_pass_over_islands(rank: int, world_size: int, island_size: int) -> None:
     shapes = ((1, 4096), (64, 120))
     found = run(soak.soak, stress=2 * soak.BURST, island_size=island_size)

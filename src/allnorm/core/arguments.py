@@ -270,7 +270,7 @@ def check_has_norm(call: Call) -> None:
     """Raises unless the call has a norm, and a second one if it quantizes or `out` is given."""
     if call.weight is None and call.post_weight is None:
         raise TypeError("weight is None: expected a torch.Tensor, or a post_norm.")
-    if call.weight is None and call.op.endswith("_quant"):
+    if call.weight is None and call.is_quantized:
         raise TypeError("weight is None: expected a torch.Tensor. Only normed rows are quantized.")
     if call.weight is None and call.out is not None:
         raise ValueError("out without a weight: expected None, because there is no second norm.")
